@@ -1,0 +1,162 @@
+"""This process among the others: rank, size, device and the groups they talk in.
+
+Read from what started the process: torchrun and what imitates it (`instep run`, `torch.distributed.launch`), Slurm's
+`srun` with one task per rank, or nothing at all, which is one process.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from instep.errors import UsageError
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a process stands, before it has met the others."""
+
+    rank: int = 0
+    size: int = 1
+    local_rank: int = 0
+    local_size: int = 1
+    variables: tuple[tuple[str, str], ...] = ()  # what env:// still needs
+
+
+@dataclass(frozen=True)
+class World:
+    """This process and the groups it is in. Both groups are None on one process.
+
+    host_group: a gloo group for objects and host tensors, apart from the gradients' so that they never pair.
+    """
+
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+    device: torch.device
+    host_group: dist.ProcessGroup | None = None
+    owns_group: bool = False
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        """Every rank's value, in rank order, on every rank. Every rank must call it. Costs a pickle and two rounds."""
+        if self.host_group is None:
+            return [value]
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value, group=self.host_group)
+        return values
+
+    def broadcast_object(self, value: Any) -> Any:
+        """Rank 0's value on every rank. Every rank must call it."""
+        if self.host_group is None:
+            return value
+        box = [value]
+        dist.broadcast_object_list(box, src=0, group=self.host_group)
+        return box[0]
+
+    def new_group(self) -> dist.ProcessGroup | None:
+        """A further group of all ranks, with the device's backend. Every rank must call it."""
+        return dist.new_group() if self.size > 1 else None
+
+
+def read_place(environ: Mapping[str, str]) -> Place:
+    """Raises UsageError for variables that contradict each other."""
+    if "RANK" in environ and "WORLD_SIZE" in environ:
+        rank, size = _number(environ, "RANK"), _number(environ, "WORLD_SIZE")
+        local_rank = _number(environ, "LOCAL_RANK", rank)
+        place = Place(rank, size, local_rank, _number(environ, "LOCAL_WORLD_SIZE", size))
+    elif "SLURM_PROCID" in environ and _slurm_tasks(environ) > 1:
+        place = _slurm_place(environ)
+    else:
+        return Place()
+    if not 0 <= place.rank < place.size:
+        raise UsageError(f"rank {place.rank} is not one of {place.size} ranks (0 to {place.size - 1}).")
+    return place
+
+
+def _slurm_tasks(environ: Mapping[str, str]) -> int:
+    name = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in environ else "SLURM_NTASKS"
+    return _number(environ, name, 1)
+
+
+def _slurm_place(environ: Mapping[str, str]) -> Place:
+    rank, size = _number(environ, "SLURM_PROCID"), _slurm_tasks(environ)
+    nodes = next((environ[name] for name in ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST") if name in environ), "")
+    job = _number(environ, "SLURM_JOB_ID", 0) * 7 + _number(environ, "SLURM_STEP_ID", 0)
+    tasks = environ.get("SLURM_STEP_TASKS_PER_NODE", environ.get("SLURM_TASKS_PER_NODE", ""))
+    here = re.match(r"\d+", tasks)
+    return Place(
+        rank,
+        size,
+        _number(environ, "SLURM_LOCALID", 0),
+        int(here.group()) if here else size,
+        (
+            ("RANK", str(rank)),
+            ("WORLD_SIZE", str(size)),
+            ("MASTER_ADDR", environ.get("MASTER_ADDR") or first_host(nodes) or "127.0.0.1"),
+            ("MASTER_PORT", environ.get("MASTER_PORT") or str(15000 + job % 15000)),
+        ),
+    )
+
+
+def first_host(nodes: str) -> str:
+    """The first name of a Slurm host list: `gpu[03-07,9],login` gives gpu03."""
+    match = re.match(r"([^,\[]*)(?:\[([^\],-]+)[^\]]*\]([^,]*))?", nodes)
+    return "".join(part or "" for part in match.groups()) if match else ""
+
+
+def _number(environ: Mapping[str, str], name: str, default: int | None = None) -> int:
+    text = environ.get(name)
+    if text is None and default is not None:
+        return default
+    if text is None or not text.strip().lstrip("-").isdecimal():
+        raise UsageError(f"the variable {name}={text!r} has to be a whole number; what starts the ranks sets it.")
+    return int(text)
+
+
+def join_world(environ: Mapping[str, str] | None = None) -> World:
+    """Meets the other ranks, if there are any. Every rank must call it.
+
+    A process group that the script has already made is used as it is, and left alone at the end.
+    """
+    place = read_place(os.environ if environ is None else environ)
+    cuda = torch.cuda.is_available() and torch.cuda.device_count() > 0
+    if cuda:
+        count = torch.cuda.device_count()
+        if place.local_rank >= count:
+            raise UsageError(
+                f"local rank {place.local_rank} has no GPU of its own: this machine shows {count}. Start at most {count} "
+                "ranks here, or hide the GPUs with CUDA_VISIBLE_DEVICES= to train on the CPU."
+            )
+        torch.cuda.set_device(place.local_rank)
+    device = torch.device("cuda", place.local_rank) if cuda else torch.device("cpu")
+    owns_group = False
+    if place.size > 1 and not dist.is_initialized():
+        for name, value in place.variables:
+            os.environ.setdefault(name, value)
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if cuda else "gloo", rank=place.rank, world_size=place.size, device_id=device if cuda else None
+        )
+        owns_group = True
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return World(0, 1, place.local_rank, 1, device, None, owns_group)
+    host_group = dist.new_group(backend="gloo")
+    return World(
+        dist.get_rank(), dist.get_world_size(), place.local_rank, place.local_size, device, host_group, owns_group
+    )
+
+
+def leave_world(world: World) -> None:
+    """Gives up the groups that `join_world` made, without waiting for anyone."""
+    if world.owns_group and dist.is_initialized():
+        dist.destroy_process_group()
