@@ -1,0 +1,42 @@
+"""A bucket: one flat tensor that holds the gradients of some parameters and is summed over ranks at once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+
+
+@dataclass
+class Bucket:
+    """flat: the gradients one after another, then `tail` elements of control words (only in the last bucket).
+
+    views: `param.grad` of each parameter, a window on `flat` with the parameter's own shape and strides.
+    """
+
+    index: int
+    flat: torch.Tensor
+    views: list[torch.Tensor] = field(default_factory=list)
+    tail: int = 0
+
+    @property
+    def gradients(self) -> torch.Tensor:
+        """The part of `flat` that may be compressed or reordered; the tail has to be summed as it is."""
+        return self.flat[: self.flat.numel() - self.tail]
+
+    @property
+    def words(self) -> torch.Tensor:
+        return self.flat[self.flat.numel() - self.tail :]
+
+
+class Handle(Protocol):
+    def wait(self) -> object: ...
+
+
+class Transport(Protocol):
+    """Sums buckets over all ranks. Buckets are started in the same order on every rank."""
+
+    def start(self, bucket: Bucket) -> Handle:
+        """Begins to replace `bucket.flat` by its sum over ranks; the same bits on every rank. Returns at once."""
+        ...
