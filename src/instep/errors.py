@@ -11,6 +11,9 @@ traceback, and the rank exits with `exit_code`.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from difflib import get_close_matches
+
 
 class InstepError(Exception):
     exit_code = 1
@@ -26,3 +29,10 @@ class CheckpointError(InstepError, RuntimeError):
 
 class RanksDisagree(InstepError, RuntimeError):
     exit_code = 2
+
+
+def nearest(word: str, allowed: Iterable[str], most: int = 3) -> str:
+    """A sentence for the end of an error: the allowed names that look like `word`, or all of them."""
+    names = list(allowed)
+    close = get_close_matches(word, names, n=most, cutoff=0.5)
+    return f"Nearest: {', '.join(close)}." if close else f"Allowed: {', '.join(names)}."

@@ -1,0 +1,27 @@
+"""A command's argument parser: bad usage is one sentence, help ends with an example."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from typing import NoReturn
+
+from instep.errors import UsageError
+
+
+class CommandParser(argparse.ArgumentParser):
+    """`run(argv)` of a command parses with it; a mistake raises UsageError instead of printing the whole usage."""
+
+    def __init__(self, command: str, description: str, example: str) -> None:
+        extra = {"color": False} if sys.version_info >= (3, 14) else {}  # plain text reads well in a log too
+        super().__init__(
+            prog=f"instep {command}",
+            description=description,
+            epilog=f"example: {example}",
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,
+            **extra,
+        )
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(f"{self.prog.removeprefix('instep ')}: {message}. See: {self.prog} --help")
