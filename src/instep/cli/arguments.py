@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from typing import NoReturn
 
 from instep.errors import UsageError
@@ -13,15 +12,14 @@ class CommandParser(argparse.ArgumentParser):
     """`run(argv)` of a command parses with it; a mistake raises UsageError instead of printing the whole usage."""
 
     def __init__(self, command: str, description: str, example: str) -> None:
-        extra = {"color": False} if sys.version_info >= (3, 14) else {}  # plain text reads well in a log too
         super().__init__(
             prog=f"instep {command}",
             description=description,
             epilog=f"example: {example}",
             formatter_class=argparse.RawDescriptionHelpFormatter,
             allow_abbrev=False,
-            **extra,
         )
+        self.color = False  # Python 3.14 colours help; plain text reads well in a log too
 
     def error(self, message: str) -> NoReturn:
         raise UsageError(f"{self.prog.removeprefix('instep ')}: {message}. See: {self.prog} --help")
