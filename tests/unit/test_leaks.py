@@ -7,8 +7,9 @@ import sys
 import threading
 from dataclasses import replace
 
-import leaks
 import pytest
+
+import leaks
 
 
 @pytest.fixture(autouse=True)

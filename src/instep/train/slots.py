@@ -8,6 +8,7 @@ from instep.errors import UsageError
 from instep.records.choice import Choice
 
 DEFAULT_SLOTS = 8  # enough for 8 processes, and a step on one process stays a short loop
+MORE = "More: instep explain startup/batch-does-not-fit"
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,7 @@ def plan_slots(global_batch: int, micro_batch: int, rank: int, world_size: int) 
         fitting = [n for n in range(1, global_batch + 1) if global_batch % n == 0]
         raise UsageError(
             f"micro_batch={micro_batch} does not divide global_batch={global_batch}. "
-            f"These do: {_some(fitting, micro_batch)}."
+            f"These do: {_some(fitting, micro_batch)}. {MORE}"
         )
     count = global_batch // micro_batch
     if world_size > count:
@@ -75,7 +76,7 @@ def plan_slots(global_batch: int, micro_batch: int, rank: int, world_size: int) 
         ways.append(f"set global_batch to a multiple of {micro_batch} that is at least {micro_batch * world_size}")
         raise UsageError(
             f"{world_size} ranks cannot share global_batch={global_batch}: with micro_batch={micro_batch} a step has "
-            f"{count} micro-batch{'es' if count > 1 else ''}, fewer than ranks. Either {', or '.join(ways)}."
+            f"{count} micro-batch{'es' if count > 1 else ''}, fewer than ranks. Either {', or '.join(ways)}. {MORE}"
         )
     return Slots(global_batch, micro_batch, rank, world_size)
 
