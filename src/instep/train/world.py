@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from instep.errors import UsageError
+from instep.train.meeting import Meeting
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,7 @@ class Place:
 
 @dataclass(frozen=True)
 class World:
-    """This process and the groups it is in. Both groups are None on one process.
+    """This process and the groups it is in; group and meeting are None on one process.
 
     host_group: a gloo group for objects and host tensors, apart from the gradients' so that they never pair.
     """
@@ -42,27 +43,30 @@ class World:
     local_size: int
     device: torch.device
     host_group: dist.ProcessGroup | None = None
+    meeting: Meeting | None = None
     owns_group: bool = False
 
     @property
     def is_main(self) -> bool:
         return self.rank == 0
 
-    def gather_objects(self, value: Any) -> list[Any]:
-        """Every rank's value, in rank order, on every rank. Every rank must call it. Costs a pickle and two rounds."""
-        if self.host_group is None:
-            return [value]
-        values: list[Any] = [None] * self.size
-        dist.all_gather_object(values, value, group=self.host_group)
-        return values
+    def gather_objects(self, value: Any, what: str = "a collective") -> list[Any]:
+        """Every rank's value, in rank order, on every rank. Every rank must call it. Costs a pickle and two rounds.
 
-    def broadcast_object(self, value: Any) -> Any:
+        what: names the call; ranks that came for another one get RanksDisagree with all lines.
+        """
+        return [value] if self.meeting is None else self.meeting.gather(value, what)
+
+    def broadcast_object(self, value: Any, what: str = "a collective") -> Any:
         """Rank 0's value on every rank. Every rank must call it."""
-        if self.host_group is None:
-            return value
-        box = [value]
-        dist.broadcast_object_list(box, src=0, group=self.host_group)
-        return box[0]
+        return self.gather_objects(value if self.is_main else None, what)[0]
+
+    def wait(self, handle: Any, what: str) -> None:
+        """Waits for an asynchronous collective; raises RanksDisagree when the ranks wait for different things."""
+        if self.meeting is None:
+            handle.wait()
+        else:
+            self.meeting.wait(handle, what)
 
     def new_group(self) -> dist.ProcessGroup | None:
         """A further group of all ranks, with the device's backend. Every rank must call it."""
@@ -149,11 +153,11 @@ def join_world(environ: Mapping[str, str] | None = None) -> World:
         )
         owns_group = True
     if not dist.is_initialized() or dist.get_world_size() == 1:
-        return World(0, 1, place.local_rank, 1, device, None, owns_group)
+        return World(0, 1, place.local_rank, 1, device, owns_group=owns_group)
     host_group = dist.new_group(backend="gloo")
-    return World(
-        dist.get_rank(), dist.get_world_size(), place.local_rank, place.local_size, device, host_group, owns_group
-    )
+    rank, size = dist.get_rank(), dist.get_world_size()
+    meeting = Meeting(rank, size, host_group)
+    return World(rank, size, place.local_rank, place.local_size, device, host_group, meeting, owns_group)
 
 
 def leave_world(world: World) -> None:

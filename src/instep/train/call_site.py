@@ -1,0 +1,40 @@
+"""The line of the user's code that is running, for messages."""
+
+from __future__ import annotations
+
+import linecache
+import os
+import sys
+import threading
+from types import FrameType
+
+import torch
+
+from instep.records.finding import CallSite
+
+_OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+_TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
+
+
+def user_call_site() -> CallSite | None:
+    """The innermost line outside instep and torch. In a backward thread: the line at which the main thread waits."""
+    site = _outside(sys._getframe(1))
+    if site is None and threading.current_thread() is not threading.main_thread():
+        main = threading.main_thread().ident
+        site = _outside(sys._current_frames().get(main)) if main is not None else None
+    return site
+
+
+def _outside(frame: FrameType | None) -> CallSite | None:
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if not name.startswith((_OURS, _TORCH, "<")) and "/contextlib.py" not in name:
+            return CallSite(name, frame.f_lineno, linecache.getline(name, frame.f_lineno).strip())
+        frame = frame.f_back
+    return None
+
+
+def at_line() -> str:
+    """` at train.py:41`, or nothing when no line of the user's code is on the stack."""
+    site = user_call_site()
+    return f" at {os.path.basename(site.file)}:{site.line}" if site else ""
