@@ -43,6 +43,10 @@ class RunDir:
     def lock(self) -> Path:
         return self.root / "in-use.lock"
 
+    def tracker(self, name: str) -> Path:
+        """Where TensorBoard, Weights & Biases or MLflow keep their files."""
+        return self.root / name
+
     def rank(self, rank: int) -> RankDir:
         return RankDir(self.root / f"rank{rank}")
 
