@@ -6,7 +6,7 @@ import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 
 @dataclass(frozen=True)
@@ -58,6 +58,26 @@ class RunDir:
     def checkpoint(self, step: int) -> CheckpointDir:
         return CheckpointDir(self.checkpoints / f"step-{step}")
 
+    def list_checkpoints(self) -> list[CheckpointDir]:
+        """Everything here that is named as a checkpoint, whole or not, by step."""
+        found = [CheckpointDir(path) for path in self.checkpoints.glob("step-*")]
+        return sorted((each for each in found if each.step is not None), key=lambda each: each.step or 0)
+
+    def partial_checkpoint(self, step: int, token: str) -> CheckpointDir:
+        """Where a checkpoint is written until it is whole."""
+        return CheckpointDir(self.checkpoints / f".step-{step}.{token}.partial")
+
+    def replaced_checkpoint(self, step: int, token: str) -> CheckpointDir:
+        """Where a checkpoint steps aside for a new one of the same step."""
+        return CheckpointDir(self.checkpoints / f".step-{step}.{token}.replaced")
+
+    def leftovers(self, kind: Literal["partial", "replaced", "removed"]) -> list[Path]:
+        return sorted(self.checkpoints.glob(f".step-*.{kind}"))
+
+    def removed_checkpoint(self, step: int) -> CheckpointDir:
+        """Where a checkpoint goes in one rename before its files are removed, so that none is ever half there."""
+        return CheckpointDir(self.checkpoints / f".step-{step}.old.removed")
+
     def name_peer(self, other: Path) -> None:
         """Notes the directory that holds the other half of this run (launcher's files or training's files)."""
         write_json(self.peer, {"peer": str(other.resolve())})
@@ -79,6 +99,16 @@ class RankDir:
     def events(self) -> Path:
         return self.root / "events.jsonl"
 
+    @property
+    def crash(self) -> Path:
+        """Python's lines at a fatal signal, written by faulthandler; empty when there was none."""
+        return self.root / "crash.txt"
+
+    @property
+    def failure(self) -> Path:
+        """How the rank ended when it did not end well: exit code, exception, the user's line."""
+        return self.root / "failure.json"
+
 
 @dataclass(frozen=True)
 class CheckpointDir:
@@ -87,6 +117,14 @@ class CheckpointDir:
     @property
     def complete(self) -> Path:
         return self.root / "complete.json"
+
+    @property
+    def values(self) -> Path:
+        return self.root / "values.json"
+
+    def tensors(self, rank: int, world_size: int) -> Path:
+        """The file of the tensors that this rank writes."""
+        return self.root / f"tensors-{rank:05d}-of-{world_size:05d}.safetensors"
 
     @property
     def step(self) -> int | None:

@@ -1,0 +1,124 @@
+"""The hands of `output.py`: reads the ranks' pipes, keeps full logs, writes to the terminal."""
+
+from __future__ import annotations
+
+import os
+import selectors
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import BinaryIO
+
+from instep.launch.output import PROGRESS_SECONDS, PROGRESS_SECONDS_LIVE, LineAssembler
+
+_CHUNK = 1 << 16
+
+
+@dataclass(eq=False)
+class Stream:
+    """One pipe from a rank. target: 1 or 2, our stream to print on, or None to keep it in files only."""
+
+    pipe: int
+    target: int | None
+    lines: LineAssembler
+    files: list[BinaryIO] = field(default_factory=list[BinaryIO])
+    filtered: tuple[bytes, ...] = ()
+    filter_file: BinaryIO | None = None
+
+
+class Console:
+    """All streams of the ranks that run now."""
+
+    def __init__(self, selector: selectors.BaseSelector) -> None:
+        self.selector = selector
+        self.streams: set[Stream] = set()
+        self.merged = _is_same_file(1, 2)
+        self.live = os.isatty(2)
+
+    def add(self, stream: Stream) -> None:
+        os.set_blocking(stream.pipe, False)
+        self.streams.add(stream)
+        self.selector.register(stream.pipe, selectors.EVENT_READ, self._reader(stream))
+
+    def assembler(self, prefix: bytes) -> LineAssembler:
+        return LineAssembler(prefix, PROGRESS_SECONDS_LIVE if self.live else PROGRESS_SECONDS)
+
+    def _reader(self, stream: Stream):
+        return lambda: self.read(stream)
+
+    def read(self, stream: Stream) -> bool:
+        """Takes what is in the pipe now, at most one chunk. Returns whether there may be more."""
+        try:
+            data = os.read(stream.pipe, _CHUNK)
+        except BlockingIOError:
+            return False
+        if not data:
+            self._end(stream)
+            return False
+        for file in stream.files:
+            file.write(data)
+        self._show(stream, stream.lines.feed(data, time.monotonic()))
+        return True
+
+    def tick(self) -> None:
+        """Shows beginnings of lines and progress bars that have waited long enough."""
+        now = time.monotonic()
+        for stream in self.streams:
+            self._show(stream, stream.lines.idle(now))
+
+    def drain(self) -> None:
+        """Reads what is left after the ranks' end. A descendant that keeps a pipe open is not waited for."""
+        for stream in list(self.streams):
+            while self.read(stream):
+                pass
+            if stream in self.streams:
+                self._end(stream)
+
+    def say(self, text: str) -> None:
+        """A line of the launcher itself, on stderr."""
+        _write(2, b"".join(b"instep: " + line.encode() + b"\n" for line in text.splitlines()))
+
+    def print_raw(self, text: str) -> None:
+        _write(2, text.encode(errors="replace"))
+
+    def _end(self, stream: Stream) -> None:
+        self._show(stream, stream.lines.close())
+        self.streams.discard(stream)
+        self.selector.unregister(stream.pipe)
+        os.close(stream.pipe)
+        for file in stream.files:
+            file.close()
+
+    def _show(self, stream: Stream, data: bytes) -> None:
+        if data and stream.target is not None:
+            _write(stream.target, data)
+        if data and stream.filter_file is not None:
+            for line in data.splitlines(keepends=True):
+                if any(needle in line for needle in stream.filtered):
+                    stream.filter_file.write(line)
+
+
+def open_log(path: Path) -> BinaryIO:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return open(path, "ab", buffering=0)
+
+
+def _write(target: int, data: bytes) -> None:
+    """All of it, however slowly the other side reads; nothing when nobody reads any more (as after `| head`)."""
+    view = memoryview(data)
+    try:
+        while view:
+            view = view[os.write(target, view) :]
+    except BlockingIOError:
+        os.set_blocking(target, True)
+        _write(target, bytes(view))
+    except BrokenPipeError:
+        sys.stdout = sys.stderr = None  # type: ignore[assignment]  # keeps the interpreter's own flush from failing
+
+
+def _is_same_file(one: int, other: int) -> bool:
+    try:
+        return os.path.sameopenfile(one, other)
+    except OSError:
+        return False

@@ -1,0 +1,88 @@
+"""The launcher's hold on the zygote: starts it, asks it for ranks, hears of their ends."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+from instep.launch import channel
+from instep.records.launch_spec import Program
+
+
+class Zygote:
+    """The process that ranks are started from. mode: `fork` (torch imported once) or `fresh` (new interpreters)."""
+
+    def __init__(self, mode: str, program: Program, environ: Mapping[str, str]) -> None:
+        self.channel, theirs = channel.open_channel()
+        words = [program.target, *program.args]  # shown by `ps`, so that a run can be told from another
+        command = [sys.executable, "-u", "-m", "instep.launch.zygote", str(theirs.fileno()), mode, *words]
+        with theirs:
+            self.process = subprocess.Popen(
+                command,
+                env=dict(environ),
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,
+                stdout=sys.stderr.fileno() if sys.stderr else subprocess.DEVNULL,
+            )
+        self.pid = self.process.pid
+
+    def ask(self, do: str, key: str, files: tuple[int, ...], **what: Any) -> None:
+        channel.send(self.channel, {"do": do, "key": key, **what}, files)
+
+    def sweep(self, grace_seconds: float) -> None:
+        channel.send(self.channel, {"do": "sweep", "grace_seconds": grace_seconds})
+
+    def hear(self) -> dict[str, Any]:
+        """The next answer. Raises channel.Closed when the zygote has died."""
+        return channel.receive(self.channel)[0]
+
+    def close(self) -> int:
+        """Lets it go; it ends everything that is still its child. Returns its exit code."""
+        self.channel.close()
+        return self.process.wait()
+
+
+def rank_job(
+    program: Program, variables: dict[str, str], rank_dir: str, watch: bool, probe_options: dict[str, Any], prints: bool
+) -> dict[str, Any]:
+    """What `worker_entry.Job` is made from in the rank."""
+    return {
+        "program": asdict(program),
+        "variables": variables,
+        "rank_dir": rank_dir,
+        "watch": watch,
+        "probe_options": probe_options,
+        "prints_errors": prints,
+    }
+
+
+def fresh_command(program: Program, environ: Mapping[str, str]) -> list[str]:
+    """How a rank is started without fork: our entry in a new interpreter, or the user's command itself."""
+    if program.kind == "command":
+        return [program.target, *program.args]
+    python = environ.get("PYTHON_EXEC", sys.executable)
+    return [python, "-u", "-m", "instep.launch.worker_entry", program.target, *program.args]
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A listening socket for the ranks' store. Raises OSError when the port is in use."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    server = socket.socket(family, socket.SOCK_STREAM)
+    server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        server.bind((host, port))
+        server.listen(2048)
+    except OSError:
+        server.close()
+        raise
+    return server
+
+
+def pipe() -> tuple[int, int]:
+    """A pipe (read end, write end), neither inherited by other processes unless passed on."""
+    return os.pipe()
