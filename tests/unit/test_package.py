@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -67,6 +68,37 @@ def test_errors_are_the_documented_types() -> None:
 
 def test_the_package_says_that_it_is_typed() -> None:
     assert (SOURCE / "py.typed").is_file()
+
+
+def test_what_is_imported_is_declared() -> None:
+    """Other packages that the source imports are dependencies; those of extras are imported when asked for."""
+    project = (SOURCE.parents[1] / "pyproject.toml").read_text(encoding="utf-8")
+    required = names_of(project.split("dependencies = [", 1)[1].split("\n]", 1)[0])
+    optional = names_of(project.split("[project.optional-dependencies]", 1)[1].split("\n[", 1)[0])
+    for path in SOURCE.rglob("*.py"):
+        tree = ast.parse(path.read_text(encoding="utf-8"), str(path))
+        lazily = {id(node) for outer in ast.walk(tree) if isinstance(outer, LAZY) for node in ast.walk(outer)}
+        for node in ast.walk(tree):
+            for name in roots_of(node) - sys.stdlib_module_names - {"instep", *required}:
+                assert name in optional and id(node) in lazily, f"{path}:{getattr(node, 'lineno', 0)} imports {name}"
+
+
+LAZY = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Try, ast.If)
+MODULES = {"scikit-learn": "sklearn", "mlflow-skinny": "mlflow", "pyyaml": "yaml"}
+
+
+def names_of(requirements: str) -> set[str]:
+    found = re.findall(r'"([A-Za-z0-9-]+)', requirements)
+    return {MODULES.get(name.lower(), name.lower().replace("-", "_")) for name in found}
+
+
+def roots_of(node: ast.AST) -> set[str]:
+    """First parts of the modules that an import statement names."""
+    if isinstance(node, ast.Import):
+        return {alias.name.split(".")[0] for alias in node.names}
+    if isinstance(node, ast.ImportFrom) and node.module and not node.level:
+        return {node.module.split(".")[0]}
+    return set()
 
 
 def test_source_is_written_for_python_3_10() -> None:
