@@ -24,6 +24,11 @@ class RunDir:
         return self.root / "launch.json"
 
     @property
+    def stall(self) -> Path:
+        """What the launcher saw of the newest stall; gone when the run went on."""
+        return self.root / "stall.json"
+
+    @property
     def metrics(self) -> Path:
         return self.root / "metrics.jsonl"
 
@@ -108,6 +113,16 @@ class RankDir:
     def failure(self) -> Path:
         """How the rank ended when it did not end well: exit code, exception, the user's line."""
         return self.root / "failure.json"
+
+    @property
+    def page(self) -> Path:
+        """What the rank does, in memory that it shares with those who watch it."""
+        return self.root / "page.bin"
+
+    @property
+    def snapshot(self) -> Path:
+        """Where its threads were and its newest collectives, written when a stall was suspected."""
+        return self.root / "snapshot.json"
 
 
 @dataclass(frozen=True)

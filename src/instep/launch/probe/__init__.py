@@ -1,0 +1,58 @@
+"""What runs inside each rank before the user's script: it notes what the rank does, and changes nothing else.
+
+`install` is the only entry. torch must be importable; nothing of the user has run yet.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+from instep.records.run_dir import RankDir
+
+# The signal that makes a rank (and the workers it forks) write its stack even when it holds the interpreter's lock.
+STACK_SIGNAL = signal.SIGRTMIN + 9
+
+
+def install(rank_dir: Path, profile: tuple[int, int] | None = None, **unused: Any) -> None:
+    """Wraps what has to be watched. rank_dir: the folder of this rank, which exists."""
+    from instep.launch.probe.event_log import EventLog
+    from instep.launch.probe.page import open_page
+    from instep.launch.probe.recorder import Recorder, make_current
+
+    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "256")  # reading 2000 entries takes 30 ms
+    rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    paths = RankDir(rank_dir)
+    recorder = Recorder(open_page(paths.page, rank, world_size), EventLog(paths.events), rank, world_size)
+    make_current(recorder)
+    _write_stacks_on_signal(paths)
+    _wrap_torch(recorder, paths)
+    recorder.log.note("start", pid=os.getpid(), rank=rank, world_size=world_size)
+
+
+def _write_stacks_on_signal(paths: RankDir) -> None:
+    try:
+        file = os.open(paths.stacks, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        faulthandler.register(STACK_SIGNAL, file=file, all_threads=True)
+    except (OSError, ValueError, AttributeError):
+        return  # another system, or a full disk: the snapshot of the watching thread remains
+
+
+def _wrap_torch(recorder: Any, paths: RankDir) -> None:
+    from instep.launch.probe.backward import watch_backward
+    from instep.launch.probe.collectives import watch_collectives
+    from instep.launch.probe.data import watch_data
+    from instep.launch.probe.exits import watch_exits
+    from instep.launch.probe.mistakes import watch_mistakes
+    from instep.launch.probe.optimizing import watch_optimizers
+    from instep.launch.probe.recorder import contained
+    from instep.launch.probe.watcher import Watcher
+    from instep.launch.probe.wrapping import watch_wrapping
+
+    watcher = Watcher(recorder, paths.snapshot)
+    for watch in (watch_exits, watch_wrapping, watch_backward, watch_data, watch_optimizers, watch_mistakes):
+        contained(watch)(recorder)
+    contained(watch_collectives)(recorder, watcher.start)

@@ -1,0 +1,103 @@
+"""Backward passes: whether each one averaged the gradients of the wrapped models, and whether the loss was a number."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from instep.launch.probe.exits import note_raised
+from instep.launch.probe.nonfinite import note_nonfinite
+from instep.launch.probe.patching import replace
+from instep.launch.probe.recorder import Recorder, contained
+from instep.launch.probe.wrapping import WRAPPERS
+from instep.records import recording as layout
+
+_ENTER, _LEAVE = layout.KIND_NUMBER["enter-backward"], layout.KIND_NUMBER["leave-backward"]
+_BACKWARD, _CPU = layout.SECONDS_OF.index("backward"), layout.SECONDS_OF.index("backward_cpu")
+
+
+class Losses:
+    """The newest losses of this rank, to tell a sudden NaN from a run that diverged."""
+
+    def __init__(self) -> None:
+        self.newest: deque[float] = deque(maxlen=30)
+        self.noted = 0
+
+
+def watch_backward(recorder: Recorder) -> None:
+    losses = Losses()
+    replace(torch.autograd, "backward", lambda original: _wrap(recorder, losses, original))
+
+
+def _wrap(recorder: Recorder, losses: Losses, original: Callable[..., Any]) -> Callable[..., Any]:
+    def backward(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return original(*args, **kwargs)
+        entered = _enter(recorder, losses, args[0] if args else kwargs.get("tensors"))
+        try:
+            return original(*args, **kwargs)
+        except Exception as error:
+            note_raised(recorder, "backward", entered[0] if entered else 0, error)
+            raise
+        finally:
+            _leave(recorder, entered)
+
+    return backward
+
+
+@contained
+def _enter(recorder: Recorder, losses: Losses, tensors: Any) -> tuple[int, float, float, bool]:
+    site = recorder.sites.here(2)
+    recorder.depth = 0
+    recorder.open_step = None
+    recorder.backwards += 1
+    loss = tensors if isinstance(tensors, torch.Tensor) else None
+    has_graph = loss is None or loss.grad_fn is not None
+    if loss is not None:
+        _look_at_loss(recorder, losses, loss, site)
+    for wrapped in WRAPPERS.all:
+        wrapped.sequence_before = wrapped.sequence()
+    started = recorder.mark(_ENTER, 0, 0 if has_graph else layout.NO_GRAPH, site, recorder.backwards & 0xFFFFFFFF)
+    return site, started, time.thread_time(), has_graph
+
+
+def _look_at_loss(recorder: Recorder, losses: Losses, loss: torch.Tensor, site: int) -> None:
+    if loss.numel() != 1 or loss.device.type != "cpu" or losses.noted >= 3:
+        return  # reading a loss on a device would make the host wait for it
+    value = loss.item()
+    if isinstance(value, (int, float)) and not math.isfinite(value):
+        losses.noted += note_nonfinite(recorder, loss, site, list(losses.newest))
+    elif isinstance(value, (int, float)):
+        losses.newest.append(value)
+
+
+@contained
+def _leave(recorder: Recorder, entered: tuple[int, float, float, bool] | None) -> None:
+    if entered is None:
+        return
+    site, started, cpu, has_graph = entered
+    reduced = local = False
+    for wrapped in WRAPPERS.all:
+        if wrapped.expects_reduction and wrapped.sequence() > wrapped.sequence_before:
+            wrapped.expects_reduction = False
+            wrapped.reduced += 1
+            wrapped.reduced_in_step += 1
+            wrapped.local_since_reduced = 0
+            wrapped.backward_site = site
+            reduced = True
+        elif wrapped.expects_local:
+            wrapped.expects_local = False
+            wrapped.local_since_reduced += 1
+            local = True
+    recorder.reduced += reduced
+    if not has_graph:
+        recorder.log.note("backward-without-graph", site=site)
+    flags = 0 if reduced or not WRAPPERS.all else layout.UNSYNCED
+    recorder.spend(_CPU, time.thread_time() - cpu)
+    recorder.spend(_BACKWARD, recorder.mark(_LEAVE, 0, flags, site, int(local)) - started)
+    recorder.mark_trained()

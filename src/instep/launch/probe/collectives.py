@@ -1,0 +1,103 @@
+"""Marks around the collectives that Python code calls, point-to-point transfers included."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from instep.launch.probe.exits import note_raised
+from instep.launch.probe.patching import replace
+from instep.launch.probe.recorder import Recorder, contained
+from instep.launch.probe.wrapping import note_parameter_traffic
+from instep.records import recording as layout
+
+_ENTER, _LEAVE = layout.KIND_NUMBER["enter-collective"], layout.KIND_NUMBER["leave-collective"]
+_COLLECTIVE = layout.SECONDS_OF.index("collective")
+
+
+def watch_collectives(recorder: Recorder, start_watching: Callable[[], None]) -> None:
+    """start_watching: called once, before the ranks meet."""
+    for name in layout.OPERATIONS[1:]:
+        if name in ("init_process_group", "destroy_process_group"):
+            continue
+        for module in (distributed_c10d, dist):
+            original = getattr(distributed_c10d, name, None)
+            if module is dist and original is not None and hasattr(dist, name):
+                setattr(dist, name, original)  # the wrapper that the first round has put there
+            elif original is not None:
+                replace(module, name, lambda call, name=name: _wrap(recorder, name, call))
+    for module in (distributed_c10d, dist):
+        replace(module, "init_process_group", lambda call: _wrap_meeting(recorder, start_watching, call))
+
+
+def _wrap(recorder: Recorder, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+    operation = layout.OPERATION_NUMBER[name]
+    counted = name not in layout.POINT_TO_POINT
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        # Inside another collective (an object collective is made of several) only the outer one is marked.
+        if torch.compiler.is_compiling() or recorder.depth:
+            return original(*args, **kwargs)
+        site, started = _enter(recorder, operation, counted, args, kwargs) or (0, 0.0)
+        recorder.depth = 1
+        try:
+            return original(*args, **kwargs)
+        except Exception as error:
+            note_raised(recorder, name, site, error)
+            raise
+        finally:
+            recorder.depth = 0
+            _leave(recorder, operation, site, started)
+
+    return call
+
+
+def _wrap_meeting(recorder: Recorder, start_watching: Callable[[], None], original: Callable[..., Any]) -> Any:
+    def init_process_group(*args: Any, **kwargs: Any) -> Any:
+        contained(start_watching)()
+        site = recorder.sites.here(1)
+        recorder.mark(_ENTER, layout.OPERATION_NUMBER["init_process_group"], 0, site)
+        try:
+            result = original(*args, **kwargs)
+        except Exception as error:
+            note_raised(recorder, "init_process_group", site, error)
+            raise
+        recorder.mark(_LEAVE, layout.OPERATION_NUMBER["init_process_group"], 0, site)
+        _note_world(recorder, site)
+        return result
+
+    return init_process_group
+
+
+@contained
+def _note_world(recorder: Recorder, site: int) -> None:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    recorder.log.note("joined", site=site, backend=dist.get_backend(), rank=rank, world_size=size)
+
+
+@contained
+def _enter(recorder: Recorder, operation: int, counted: bool, args: Any, kwargs: Any) -> tuple[int, float]:
+    site = recorder.sites.here(2)
+    if counted:
+        recorder.calls += 1
+    first = args[0] if args else None
+    elements = 0
+    if isinstance(first, torch.Tensor):
+        elements = first.numel()
+        note_parameter_traffic(recorder, first, site)
+    flags = layout.ASYNC if kwargs.get("async_op") else 0
+    group = kwargs.get("group")
+    if group is not None and group is not dist.group.WORLD:
+        flags |= layout.OTHER_GROUP
+    return site, recorder.mark(_ENTER, operation, flags, site, recorder.calls & 0xFFFFFFFF, elements)
+
+
+@contained
+def _leave(recorder: Recorder, operation: int, site: int, started: float) -> None:
+    now = recorder.mark(_LEAVE, operation, 0, site, recorder.calls & 0xFFFFFFFF)
+    if started:
+        recorder.spend(_COLLECTIVE, now - started)

@@ -1,0 +1,259 @@
+"""Data loaders and samplers: how long a batch took, which one it was, and whether epochs and ranks get different ones."""
+
+from __future__ import annotations
+
+import weakref
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, Subset, dataloader
+from torch.utils.data.distributed import DistributedSampler
+
+from instep.launch.probe.exits import note_raised
+from instep.launch.probe.nonfinite import remember_batch, tensors_in
+from instep.launch.probe.patching import replace
+from instep.launch.probe.recorder import Recorder, contained
+from instep.records import recording as layout
+
+_ENTER, _LEAVE, _ENDED = (layout.KIND_NUMBER[name] for name in ("enter-data", "leave-data", "data-ended"))
+_DATA, _BATCHES = layout.SECONDS_OF.index("data"), layout.SECONDS_OF.index("batches")
+_SAMPLED = 32  # elements of a tensor that its print is made of
+
+
+@dataclass
+class Loader:
+    """A data loader of the script: its number, the line that made it, and how often it was gone through."""
+
+    number: int
+    made_at: int
+    laps: int = 0
+    described: bool = False
+
+
+@dataclass
+class Lap:
+    """One pass over a loader."""
+
+    loader: Loader
+    number: int
+    epoch: int | None
+    site: int
+    batches: int = 0
+    indices: int = 0
+    trained_before: int = 0
+    done: bool = False
+
+
+class Loaders:
+    """The loaders of this rank and the passes over them."""
+
+    def __init__(self) -> None:
+        self.known: weakref.WeakKeyDictionary[Any, Loader] = weakref.WeakKeyDictionary()
+        self.laps: weakref.WeakKeyDictionary[Any, Lap] = weakref.WeakKeyDictionary()
+        self.sampler_sites: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+        self.made = 0
+
+    def add(self, loader: Any, site: int) -> Loader:
+        self.made += 1
+        entry = self.known[loader] = Loader(self.made, site)
+        return entry
+
+
+def watch_data(recorder: Recorder) -> None:
+    loaders = Loaders()
+    iterator = dataloader._BaseDataLoaderIter
+    replace(DataLoader, "__init__", lambda original: _wrap_made(recorder, loaders, original))
+    replace(DistributedSampler, "__init__", lambda original: _wrap_sampler(recorder, loaders, original))
+    replace(DataLoader, "__iter__", lambda original: _wrap_iter(recorder, loaders, original))
+    replace(iterator, "__next__", lambda original: _wrap_next(recorder, loaders, original))
+    replace(iterator, "_next_index", lambda original: _wrap_index(loaders, original))
+
+
+def _wrap_made(recorder: Recorder, loaders: Loaders, original: Callable[..., Any]) -> Callable[..., Any]:
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        site = recorder.sites.here(1)
+        original(self, *args, **kwargs)
+        contained(loaders.add)(self, site)
+
+    return __init__
+
+
+def _wrap_sampler(recorder: Recorder, loaders: Loaders, original: Callable[..., Any]) -> Callable[..., Any]:
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        site = recorder.sites.here(1)
+        original(self, *args, **kwargs)
+        loaders.sampler_sites[self] = site
+
+    return __init__
+
+
+def _wrap_iter(recorder: Recorder, loaders: Loaders, original: Callable[..., Any]) -> Callable[..., Any]:
+    def __iter__(self: Any) -> Any:
+        site = recorder.sites.here(1)
+        iterator = original(self)
+        _begin_lap(recorder, loaders, self, iterator, site)
+        return iterator
+
+    return __iter__
+
+
+@contained
+def _begin_lap(recorder: Recorder, loaders: Loaders, loader: Any, iterator: Any, site: int) -> None:
+    entry = loaders.known.get(loader) or loaders.add(loader, 0)
+    previous = loaders.laps.get(iterator)  # persistent workers hand out the same iterator again
+    if previous is not None:
+        _end_lap(recorder, previous, exhausted=False)
+    sampler = find_sampler(loader)
+    if not entry.described:
+        entry.described = True
+        _describe(recorder, loaders, loader, entry, sampler)
+    entry.laps += 1
+    epoch = getattr(sampler, "epoch", None)
+    loaders.laps[iterator] = Lap(
+        entry, entry.laps, epoch if isinstance(epoch, int) else None, site, trained_before=recorder.backwards
+    )
+    workers = getattr(iterator, "_workers", ())
+    if workers:
+        recorder.log.note("workers", loader=entry.number, pids=[worker.pid for worker in workers])
+
+
+def find_sampler(loader: Any) -> Any:
+    """The sampler that decides about order, under batch samplers and the wrappers of training libraries."""
+    sampler = getattr(loader, "sampler", None)
+    if not isinstance(sampler, DistributedSampler):
+        inner = getattr(getattr(loader, "batch_sampler", None), "sampler", None)
+        sampler = inner if isinstance(inner, DistributedSampler) else sampler
+    return sampler
+
+
+def _describe(recorder: Recorder, loaders: Loaders, loader: Any, entry: Loader, sampler: Any) -> None:
+    facts: dict[str, Any] = {}
+    if isinstance(sampler, DistributedSampler):
+        facts = {
+            "replicas": sampler.num_replicas,
+            "sampler_rank": sampler.rank,
+            "shuffles": sampler.shuffle,
+            "seed": sampler.seed,
+            "padded": 0 if sampler.drop_last else sampler.total_size - _length(sampler.dataset),
+            "sampler_site": loaders.sampler_sites.get(sampler, 0),
+        }
+    dataset = loader.dataset
+    recorder.log.note(
+        "loader",
+        loader=entry.number,
+        site=entry.made_at,
+        dataset=type(dataset).__name__,
+        length=_length(dataset),
+        batches=_length(loader),
+        batch_size=loader.batch_size,
+        workers=loader.num_workers,
+        persistent=bool(loader.persistent_workers),
+        sampler=type(sampler).__name__,
+        subset=_subset_print(dataset),
+        **facts,
+    )
+
+
+def _length(value: Any) -> int | None:
+    try:
+        return len(value)
+    except (TypeError, NotImplementedError):
+        return None
+
+
+def _subset_print(dataset: Any) -> int | None:
+    """Which part of a data set a Subset takes; None for anything else."""
+    if not isinstance(dataset, Subset):
+        return None
+    indices = dataset.indices
+    return zlib.crc32(repr([int(index) for index in indices[:2000]]).encode()) ^ len(indices)
+
+
+def _wrap_index(loaders: Loaders, original: Callable[..., Any]) -> Callable[..., Any]:
+    def _next_index(self: Any) -> Any:
+        index = original(self)
+        lap = loaders.laps.get(self)
+        if lap is not None and type(index) is list and index and type(index[0]) is int:
+            lap.indices = hash((lap.indices, *index))
+        return index
+
+    return _next_index
+
+
+def _wrap_next(recorder: Recorder, loaders: Loaders, original: Callable[..., Any]) -> Callable[..., Any]:
+    def __next__(self: Any) -> Any:
+        site = recorder.sites.here(1)
+        started = recorder.mark(_ENTER, 0, 0, site, 0)
+        try:
+            batch = original(self)
+        except StopIteration:
+            _ended(recorder, loaders, self, site, started)
+            raise
+        except Exception as error:
+            note_raised(recorder, "data", site, error)
+            raise
+        _fetched(recorder, loaders, self, batch, site, started)
+        return batch
+
+    return __next__
+
+
+@contained
+def _ended(recorder: Recorder, loaders: Loaders, iterator: Any, site: int, started: float) -> None:
+    lap = loaders.laps.get(iterator)
+    count = lap.batches if lap is not None else 0
+    recorder.spend(_DATA, recorder.mark(_ENDED, 0, 0, site, count) - started)
+    if lap is not None:
+        _end_lap(recorder, lap, exhausted=True)
+
+
+def _end_lap(recorder: Recorder, lap: Lap, exhausted: bool) -> None:
+    if lap.done:
+        return
+    lap.done = True
+    recorder.log.note(
+        "lap",
+        loader=lap.loader.number,
+        lap=lap.number,
+        epoch=lap.epoch,
+        batches=lap.batches,
+        exhausted=exhausted,
+        order=lap.indices & 0xFFFFFFFFFFFF,
+        site=lap.site,
+        backwards=recorder.backwards - lap.trained_before,
+    )
+
+
+@contained
+def _fetched(recorder: Recorder, loaders: Loaders, iterator: Any, batch: Any, site: int, started: float) -> None:
+    recorder.batches += 1
+    recorder.depth = 0
+    recorder.open_step = None
+    lap = loaders.laps.get(iterator)
+    index = number = passes = 0
+    if lap is not None:
+        lap.batches += 1
+        index, number, passes = lap.batches, lap.loader.number, lap.number
+    now = recorder.mark(_LEAVE, 0, 0, site, index)
+    recorder.spend(_DATA, now - started)
+    leaves = list(tensors_in(batch))[:4]
+    remember_batch(leaves)
+    if passes <= 3 or index % 8 == 1:
+        recorder.print_batch(number, passes, index, [print_tensor(tensor) for _, tensor in leaves])
+
+
+def print_tensor(tensor: torch.Tensor) -> int:
+    """A number that differs when the content does, made of a few elements spread over the tensor. About 5 us.
+
+    0 for what cannot be told cheaply: nothing in it, or on a device.
+    """
+    if tensor.device.type != "cpu" or not tensor.numel() or tensor.layout is not torch.strided or tensor.is_quantized:
+        return 0
+    flat = tensor.detach().reshape(-1) if tensor.is_contiguous() else tensor.detach()[0].reshape(-1)
+    sample = flat[:: max(1, flat.numel() // _SAMPLED)]
+    if sample.dtype in (torch.bfloat16, torch.float16):
+        sample = sample.float()
+    return zlib.crc32(sample.resolve_conj().resolve_neg().numpy().tobytes()) or 1

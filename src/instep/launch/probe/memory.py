@@ -1,0 +1,107 @@
+"""Memory that grows because the script keeps losses together with the graphs that made them."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections import deque
+from types import FrameType
+from typing import Any
+
+import torch
+
+from instep.launch.probe.recorder import Recorder, contained
+from instep.launch.probe.sites import is_users_file
+from instep.records import recording as layout
+
+_EVERY_STEPS = 8
+_GROWTH_BYTES = 24 << 20  # less than this is the allocator's noise
+_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+_CO_OPTIMIZED = 1
+
+_baseline = [0]
+_seen: dict[tuple[str, str, str], list[tuple[int, int]]] = {}
+_noted: set[tuple[str, str, str]] = set()
+
+
+@contained
+def look_for_kept_graphs(recorder: Recorder) -> None:
+    step = recorder.num_steps
+    if step % _EVERY_STEPS:
+        return
+    now = read_used_bytes()
+    layout.U64.pack_into(recorder.page, layout.RESIDENT_BYTES, now)
+    if step <= _EVERY_STEPS or not _baseline[0]:
+        _baseline[0] = now
+        recorder.log.note("memory", used=now)
+        return
+    if step & (step - 1) == 0:
+        recorder.log.note("memory", used=now)
+    if now - _baseline[0] < _GROWTH_BYTES:
+        return
+    for key, count, line in _kept_in_frames(sys._getframe(1)):
+        _follow(recorder, key, count, line, step, now - _baseline[0])
+
+
+def read_used_bytes() -> int:
+    """Memory of the device that the rank uses, or of the process on a CPU."""
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        return torch.cuda.memory_allocated()
+    with open("/proc/self/statm", "rb") as file:
+        return int(file.read().split()[1]) * _PAGE_BYTES
+
+
+def _follow(recorder: Recorder, key: tuple[str, str, str], count: int, line: int, step: int, growth: int) -> None:
+    """A variable that holds more graphs each time we look, over several optimizer steps, is what grows."""
+    history = _seen.setdefault(key, [])
+    if not history or count > history[-1][1]:
+        history.append((step, count))
+    if len(history) >= 3 and key not in _noted:
+        _noted.add(key)
+        file, function, name = key
+        recorder.log.note(
+            "kept-graphs", file=file, function=function, name=name, line=line, history=history, growth=growth
+        )
+
+
+def _kept_in_frames(frame: FrameType | None) -> list[tuple[tuple[str, str, str], int, int]]:
+    found = []
+    while frame is not None:
+        code = frame.f_code
+        if is_users_file(code.co_filename):
+            values = dict(frame.f_locals)
+            if code.co_flags & _CO_OPTIMIZED and sys.version_info < (3, 13):
+                frame.f_locals.clear()  # the snapshot would keep batches and graphs alive until the function ends
+            for name, value in values.items():
+                for place, count in _kept_in(name, value, 0):
+                    found.append(((os.path.abspath(code.co_filename), code.co_name, place), count, frame.f_lineno))
+        frame = frame.f_back
+    return found
+
+
+def _kept_in(name: str, value: Any, depth: int) -> list[tuple[str, int]]:
+    """Names of the places under a variable that hold results with their graphs, and how many."""
+    if isinstance(value, torch.Tensor):
+        length = _sum_length(value)
+        return [(name, length)] if length >= 3 else []
+    if isinstance(value, (list, deque, tuple)):
+        count = sum(isinstance(item, torch.Tensor) and item.grad_fn is not None for item in value)
+        return [(name, count)] if count else []
+    if isinstance(value, dict) and depth < 2:
+        own = sum(isinstance(item, torch.Tensor) and item.grad_fn is not None for item in value.values())
+        inner = [row for key, item in list(value.items())[:50] for row in _kept_in(f"{name}[{key!r}]", item, depth + 1)]
+        return [(name, own)] if own > 3 else [row for row in inner if not isinstance(value, torch.Tensor)]
+    module = sys.modules.get(type(value).__module__)
+    file = getattr(module, "__file__", None) or ""
+    if depth == 0 and is_users_file(file) and hasattr(value, "__dict__") and not isinstance(value, torch.nn.Module):
+        return [row for key, item in list(vars(value).items())[:50] for row in _kept_in(f"{name}.{key}", item, 1)]
+    return []
+
+
+def _sum_length(value: torch.Tensor) -> int:
+    """How many additions in a row made this tensor: a running sum that keeps every graph behind it."""
+    node, length = value.grad_fn, 0
+    while node is not None and type(node).__name__.startswith(("AddBackward", "StackBackward")) and length < 10000:
+        length += 1
+        node = node.next_functions[0][0] if node.next_functions else None
+    return length

@@ -1,0 +1,138 @@
+"""Optimizer steps: counted, timed, and compared with what happened to the gradients before."""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from instep.launch.probe.fingerprints import Fingerprints
+from instep.launch.probe.memory import look_for_kept_graphs
+from instep.launch.probe.recorder import Recorder, contained
+from instep.launch.probe.wrapping import WRAPPERS, Wrapped
+from instep.records import recording as layout
+
+_ENTER, _LEAVE = layout.KIND_NUMBER["enter-step"], layout.KIND_NUMBER["leave-step"]
+_STEP, _TOTAL, _STEPS = (layout.SECONDS_OF.index(name) for name in ("step", "total", "steps"))
+
+
+class Optimizers:
+    """Which wrapped models an optimizer updates, and the step that is open."""
+
+    def __init__(self) -> None:
+        self.owners: weakref.WeakKeyDictionary[Any, tuple[int, list[Wrapped]]] = weakref.WeakKeyDictionary()
+        self.site = 0
+        self.started = 0.0
+        self.last_end = 0.0
+
+    def wrapped_by(self, optimizer: Any) -> list[Wrapped]:
+        known = self.owners.get(optimizer)
+        if known is not None and known[0] == len(WRAPPERS.all):
+            return known[1]
+        ids = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        found = [one for one in WRAPPERS.all if one.ids & ids]
+        self.owners[optimizer] = (len(WRAPPERS.all), found)
+        return found
+
+
+def watch_optimizers(recorder: Recorder) -> None:
+    optimizers, fingerprints = Optimizers(), Fingerprints(recorder)
+
+    def before(optimizer: Any, args: Any, kwargs: Any) -> None:
+        _before(recorder, optimizers, optimizer)
+
+    def after(optimizer: Any, args: Any, kwargs: Any) -> None:
+        _after(recorder, optimizers, fingerprints, optimizer)
+
+    register_optimizer_step_pre_hook(before)
+    register_optimizer_step_post_hook(after)
+
+
+@contained
+def _before(recorder: Recorder, optimizers: Optimizers, optimizer: Any) -> None:
+    if recorder.open_step not in (None, id(optimizer)):
+        return  # a step inside another one, as in optimizers that wrap optimizers
+    recorder.open_step = id(optimizer)
+    optimizers.site = recorder.sites.here(3)
+    optimizers.started = recorder.mark(_ENTER, 0, 0, optimizers.site)
+    for wrapped in optimizers.wrapped_by(optimizer):
+        _judge_gradients(recorder, wrapped, optimizers.site)
+
+
+def _judge_gradients(recorder: Recorder, wrapped: Wrapped, site: int) -> None:
+    """Whether the gradients that are about to be used have been averaged over the ranks."""
+    wrapped.steps += 1
+    if wrapped.local_since_reduced and not wrapped.averaged_by_hand:
+        recorder.log.note(
+            "local-gradients",
+            wrapper=wrapped.number,
+            site=site,
+            no_sync_site=WRAPPERS.no_sync_site,
+            local=wrapped.local_since_reduced,
+            reduced=wrapped.reduced_in_step,
+        )
+    elif not wrapped.reduced_in_step and not wrapped.averaged_by_hand:
+        has_gradients = any(p.grad is not None for p in wrapped.parameters[:8])
+        model = wrapped.model()
+        if has_gradients and wrapped.forward_since_step:
+            changed = [str(p.dtype) for p, dtype in zip(wrapped.parameters, wrapped.dtypes) if p.dtype != dtype]
+            now = {id(p) for p in model.module.parameters()} if model is not None else wrapped.ids
+            recorder.log.note(
+                "step-without-reduction",
+                wrapper=wrapped.number,
+                site=site,
+                backwards=recorder.backwards,
+                cast=changed[0] if changed else None,
+                replaced=len(wrapped.ids - now),
+            )
+        elif has_gradients:
+            recorder.log.note("forward-past-wrapper", wrapper=wrapped.number, site=site)
+            _catch_next_forward(recorder, wrapped)
+    wrapped.steps_with_many += wrapped.reduced_in_step > 1
+    wrapped.reduced_in_step = 0
+    wrapped.forward_since_step = False
+
+
+def _catch_next_forward(recorder: Recorder, wrapped: Wrapped) -> None:
+    """For one call, notes the user's line that runs the inner model itself. The hook then takes itself off."""
+    model = wrapped.model()
+    if model is None or wrapped.catching or wrapped.caught >= 3:
+        return
+    wrapped.catching = True
+    handles: list[Any] = []
+
+    def hook(module: Any, args: Any) -> None:
+        if torch.is_grad_enabled():
+            for handle in handles:
+                handle.remove()
+            wrapped.catching = False
+            wrapped.caught += 1
+            recorder.log.note("inner-forward", wrapper=wrapped.number, site=recorder.sites.here(1))
+
+    inner = model.module
+    for part in (inner, *list(inner.children())[:10]):
+        handles.append(part.register_forward_pre_hook(hook))
+
+
+@contained
+def _after(recorder: Recorder, optimizers: Optimizers, fingerprints: Fingerprints, optimizer: Any) -> None:
+    if recorder.open_step != id(optimizer):
+        return
+    recorder.open_step = None
+    rates = [group.get("lr") for group in optimizer.param_groups]
+    rate = float(rates[0]) if rates and isinstance(rates[0], (int, float)) else 0.0
+    recorder.end_step(optimizers.site, rate)
+    now = recorder.mark(_LEAVE, 0, 0, optimizers.site)
+    recorder.spend(_STEP, now - optimizers.started)
+    if optimizers.last_end and recorder.num_steps > 5:
+        recorder.spend(_TOTAL, now - optimizers.last_end)
+        recorder.spend(_STEPS, 1)
+    fingerprints.look(recorder.num_steps)
+    look_for_kept_graphs(recorder)
+    optimizers.last_end = time.monotonic()
+
+

@@ -1,0 +1,154 @@
+"""What the wrappers write to: the marks of this rank, its counts and the time it spent."""
+
+from __future__ import annotations
+
+import functools
+import math
+import mmap
+import os
+import struct
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from instep.launch.probe.event_log import EventLog
+from instep.launch.probe.sites import Sites
+from instep.records import recording as layout
+
+Answer = TypeVar("Answer")
+
+
+class Recorder:
+    """One per rank. The counts are those of the main thread's work; other threads only leave marks."""
+
+    def __init__(self, page: mmap.mmap | bytearray, log: EventLog, rank: int, world_size: int) -> None:
+        self.page: mmap.mmap | bytearray = page
+        self.log = log
+        self.sites = Sites(log)
+        self.rank, self.world_size = rank, world_size
+        self.main_thread = threading.main_thread().ident
+        self.num_marks = self.num_steps = self.forwards = self.reduced = self.backwards = self.batches = self.calls = 0
+        self.num_batch_prints = 0
+        self.depth = 0
+        self.open_step: int | None = None
+        self.seconds = [0.0] * len(layout.SECONDS_OF)
+        self._sequence: Callable[[], int] | None = None
+        self._group: Any = None
+
+    def mark(self, kind: int, operation: int = 0, flags: int = 0, site: int = 0, count: int = 0, elements: int = 0) -> float:
+        """Writes one mark and returns its time."""
+        number = self.num_marks
+        now = time.monotonic()
+        if threading.get_ident() != self.main_thread:
+            flags |= layout.OTHER_THREAD
+        layout.MARK.pack_into(
+            self.page,
+            layout.MARKS + number % layout.NUM_MARK_SLOTS * layout.MARK.size,
+            kind,
+            operation,
+            flags,
+            site,
+            self.sequence(),
+            self.num_steps & 0xFFFFFFFF,
+            count,
+            elements,
+            now,
+        )
+        self.num_marks = number + 1
+        layout.U64.pack_into(self.page, layout.NUM_MARKS, number + 1)
+        return now
+
+    def sequence(self) -> int:
+        """How many operations this rank has given to the default group, point-to-point ones included; 0 without one."""
+        group = _default_group()
+        if group is None:
+            return 0
+        try:
+            return group._get_sequence_number_for_group()
+        except (RuntimeError, AttributeError):
+            return 0
+
+    def end_step(self, site: int, rate: float) -> None:
+        number = self.num_steps + 1
+        layout.STEP.pack_into(
+            self.page,
+            layout.STEPS + (number - 1) % layout.NUM_STEP_SLOTS * layout.STEP.size,
+            number,
+            self.sequence(),
+            self.forwards,
+            self.reduced,
+            self.backwards,
+            self.batches,
+            self.calls,
+            site,
+            rate if math.isfinite(rate) else 0.0,
+            time.monotonic(),
+        )
+        self.num_steps = self.log.step = number
+        layout.U64.pack_into(self.page, layout.NUM_STEPS, number)
+
+    def spend(self, index: int, seconds: float) -> None:
+        total = self.seconds[index] + seconds
+        self.seconds[index] = total
+        layout.F64.pack_into(self.page, layout.SECONDS + 8 * index, total)
+
+    def print_batch(self, loader: int, lap: int, index: int, prints: list[int]) -> None:
+        """Writes the print of the batch that is about to be used."""
+        at = layout.BATCHES + self.num_batch_prints % layout.NUM_BATCH_SLOTS * layout.BATCH.size
+        padded = (prints + [0, 0, 0, 0])[:4]
+        layout.BATCH.pack_into(self.page, at, loader, lap, index & 0xFFFFFFFF, 0, *padded)
+        self.num_batch_prints += 1
+        layout.U64.pack_into(self.page, layout.NUM_BATCHES, self.num_batch_prints)
+
+    def mark_trained(self) -> None:
+        """The newest batch has been used for gradients."""
+        if self.num_batch_prints:
+            at = layout.BATCHES + (self.num_batch_prints - 1) % layout.NUM_BATCH_SLOTS * layout.BATCH.size
+            struct.pack_into("<I", self.page, at + 12, layout.TRAINED)
+
+    def forget(self) -> None:
+        """For a forked child, which is not this rank: it writes into memory of its own."""
+        self.page = bytearray(layout.PAGE_BYTES)
+        self.log.forget()
+
+
+def _default_group() -> Any:
+    world = sys.modules.get("torch.distributed.distributed_c10d")
+    return world._world.default_pg if world is not None else None
+
+
+_noted: set[tuple[str, str]] = set()
+_current: Recorder | None = None
+
+
+def make_current(recorder: Recorder) -> None:
+    global _current
+    _current = recorder
+    os.register_at_fork(after_in_child=recorder.forget)
+
+
+def contained(function: Callable[..., Answer]) -> Callable[..., Answer | None]:
+    """A piece of watching that must never break the script: what it raises is noted once in the rank's events."""
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Answer | None:
+        try:
+            return function(*args, **kwargs)
+        except Exception as error:  # noqa: BLE001  # whatever goes wrong in watching, the script goes on
+            note_failure(function.__qualname__, error)
+            return None
+
+    return call
+
+
+def note_failure(place: str, error: BaseException) -> None:
+    key = (place, type(error).__name__)
+    if key not in _noted and _current is not None:
+        _noted.add(key)
+        trace = error.__traceback__
+        while trace is not None and trace.tb_next is not None:
+            trace = trace.tb_next
+        line = f"{os.path.basename(trace.tb_frame.f_code.co_filename)}:{trace.tb_lineno}" if trace else ""
+        _current.log.note("probe-failed", place=place, error=f"{type(error).__name__}: {error}", line=line)

@@ -1,0 +1,94 @@
+"""The thread that shows from inside that the rank lives, and answers when the launcher asks for a snapshot."""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+import time
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from instep.launch.probe import flight
+from instep.launch.probe.recorder import Recorder, contained
+from instep.launch.probe.sites import user_stack
+from instep.records import recording as layout
+from instep.records.run_dir import write_json
+
+_EVERY_SECONDS = 0.2
+_COMPILERS = ("torch._dynamo", "torch._inductor", "torch/_dynamo/", "torch/_inductor/")
+
+
+class Watcher:
+    """Started when the script first speaks of other ranks; before that there is nobody to wait for."""
+
+    def __init__(self, recorder: Recorder, snapshot: Path) -> None:
+        self._recorder = recorder
+        self._snapshot = snapshot
+        self._thread: threading.Thread | None = None
+        self._last_call: tuple[int, int] = (0, 0)
+        self._forwards = 0
+
+    def start(self) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="instep-watch", daemon=True)
+            self._thread.start()
+
+    def _run(self) -> None:
+        while True:
+            time.sleep(_EVERY_SECONDS)
+            self._look()
+            self._answer()
+
+    @contained
+    def _look(self) -> None:
+        page = self._recorder.page
+        layout.F64.pack_into(page, layout.BEAT, time.monotonic())
+        status = flight.read_status()
+        if status is not None:
+            layout.I64.pack_into(page, layout.LAST_ENQUEUED, status[0])
+            layout.I64.pack_into(page, layout.LAST_COMPLETED, status[1])
+        frame = sys._current_frames().get(self._recorder.main_thread or 0)
+        self._sample(frame)
+
+    def _sample(self, frame: FrameType | None) -> None:
+        """Notices module calls that no wrapper sees, and compilers at work, from the stack of the main thread."""
+        compiling, call = 0, (0, 0)
+        while frame is not None:
+            code = frame.f_code
+            if code.co_name == "_call_impl" and not call[0]:
+                call = (id(frame), frame.f_lasti)
+            elif any(part in code.co_filename for part in _COMPILERS[2:]) and code.co_name in ("_compile", "compile_fx"):
+                compiling = 1
+            frame = frame.f_back
+        if call[0] and call != self._last_call:
+            self._forwards += 1
+            layout.U64.pack_into(self._recorder.page, layout.FORWARDS_SEEN, self._forwards)
+        self._last_call = call
+        layout.U64.pack_into(self._recorder.page, layout.COMPILING, compiling)
+
+    @contained
+    def _answer(self) -> None:
+        page = self._recorder.page
+        request = layout.U64.unpack_from(page, layout.REQUEST)[0]
+        if request != layout.U64.unpack_from(page, layout.ANSWER)[0]:
+            self.write_snapshot()
+            layout.U64.pack_into(page, layout.ANSWER, request)
+
+    def write_snapshot(self) -> None:
+        write_json(self._snapshot, take_snapshot(self._recorder))
+
+
+def take_snapshot(recorder: Recorder) -> dict[str, Any]:
+    """Where every thread is, and the newest collectives."""
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    own = threading.get_ident()
+    threads = [
+        {"name": names.get(ident, "?"), "main": ident == recorder.main_thread, "frames": user_stack(frame)}
+        for ident, frame in sys._current_frames().items()
+        if ident != own
+    ]
+    collectives = flight.read_entries()
+    json.dumps(collectives)  # sizes of symbolic shape would fail here, not in the file
+    return {"time": time.monotonic(), "threads": threads, "collectives": collectives}

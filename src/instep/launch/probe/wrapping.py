@@ -1,0 +1,258 @@
+"""DistributedDataParallel: what each rank wraps, and each forward through the wrapper."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import weakref
+import zlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from instep.launch.probe.exits import note_raised
+from instep.launch.probe.patching import replace
+from instep.launch.probe.recorder import Recorder, contained
+from instep.launch.probe.sites import is_users_file
+from instep.records import recording as layout
+
+_ENTER, _LEAVE = layout.KIND_NUMBER["enter-forward"], layout.KIND_NUMBER["leave-forward"]
+_FORWARD = layout.SECONDS_OF.index("forward")
+_MOST_NAMES = 400
+
+
+class Wrapped:
+    """One wrapped model. expects_reduction: a forward has run whose backward has to average the gradients."""
+
+    def __init__(self, number: int, model: DistributedDataParallel, site: int) -> None:
+        self.number, self.site = number, site
+        self.model = weakref.ref(model)
+        inner = model.module
+        self.parameters = [p for p in inner.parameters() if p.requires_grad]
+        self.ids = {id(p) for p in self.parameters}
+        self.dtypes = [p.dtype for p in self.parameters]
+        self.sizes = {p.numel() for p in self.parameters}
+        self.num_elements = sum(p.numel() for p in self.parameters)
+        self.expects_reduction = self.expects_local = self.forward_since_step = False
+        self.forwards = self.steps = self.reduced = self.reduced_in_step = self.local_since_reduced = 0
+        self.steps_with_many = 0  # optimizer steps before which gradients were averaged more than once
+        self.backward_site = 0
+        self.averaged_by_hand = self.catching = False
+        self.caught = 0
+        self.sequence_before = 0
+
+    def sequence(self) -> int:
+        """Operations given to the group that averages this model's gradients."""
+        model = self.model()
+        if model is None:
+            return 0
+        try:
+            return model.process_group._get_sequence_number_for_group()
+        except (RuntimeError, AttributeError):
+            return 0
+
+
+class Wrappers:
+    """All wrapped models of this rank."""
+
+    def __init__(self) -> None:
+        self.all: list[Wrapped] = []
+        self.no_sync_site = 0
+
+    def of_model(self, model: Any) -> Wrapped | None:
+        return next((one for one in self.all if one.model() is model), None)
+
+    def of_inner(self, module: Any) -> Wrapped | None:
+        return next((one for one in self.all if (m := one.model()) is not None and m.module is module), None)
+
+
+WRAPPERS = Wrappers()
+
+
+@contained
+def note_parameter_traffic(recorder: Recorder, tensor: torch.Tensor, site: int) -> None:
+    """The script averages parameters or gradients itself (as local SGD does): ranks may differ in between."""
+    elements = tensor.numel()
+    for wrapped in WRAPPERS.all:
+        if wrapped.averaged_by_hand or (elements not in wrapped.sizes and 4 * elements < wrapped.num_elements):
+            continue
+        pointer = tensor.data_ptr() if elements in wrapped.sizes else 0
+        own = any(
+            p.data_ptr() == pointer or (p.grad is not None and p.grad.data_ptr() == pointer)
+            for p in wrapped.parameters
+            if p.numel() == elements
+        )
+        if own or 4 * elements >= wrapped.num_elements > 64:
+            wrapped.averaged_by_hand = True
+            recorder.log.note("averaged-by-hand", wrapper=wrapped.number, site=site)
+
+
+def watch_wrapping(recorder: Recorder) -> None:
+    replace(DistributedDataParallel, "__init__", lambda original: _wrap_init(recorder, original))
+    replace(DistributedDataParallel, "forward", lambda original: _wrap_forward(recorder, original))
+    replace(DistributedDataParallel, "no_sync", lambda original: _wrap_no_sync(recorder, original))
+    replace(DistributedDataParallel, "register_comm_hook", lambda original: _wrap_comm_hook(recorder, original))
+
+
+def _wrap_init(recorder: Recorder, original: Callable[..., Any]) -> Callable[..., Any]:
+    def call(self: Any, *args: Any, **kwargs: Any) -> None:
+        site = recorder.sites.here(1)
+        module = args[0] if args else kwargs.get("module")
+        _note_model(recorder, site, module, kwargs)
+        original(self, *args, **kwargs)
+        _remember(recorder, self, site)
+
+    return call
+
+
+@contained
+def _note_model(recorder: Recorder, site: int, module: torch.nn.Module, options: dict[str, Any]) -> None:
+    """Before the ranks compare their models: names and shapes, and where their classes stand."""
+    named = [(name, tuple(p.shape), str(p.dtype)) for name, p in module.named_parameters() if p.requires_grad]
+    group = options.get("process_group")
+    recorder.log.note(
+        "wrap",
+        wrapper=len(WRAPPERS.all),
+        site=site,
+        module=type(module).__name__,
+        digest=zlib.crc32(repr(named).encode()),
+        num_parameters=len(named),
+        names=[name for name, _, _ in named[:_MOST_NAMES]],
+        shapes=[list(shape) for _, shape, _ in named[:_MOST_NAMES]],
+        classes=describe_classes(module),
+        find_unused=bool(options.get("find_unused_parameters", False)),
+        static_graph=bool(options.get("static_graph", False)),
+        broadcast_buffers=options.get("broadcast_buffers"),
+        ranks=dist.get_process_group_ranks(group) if group is not None else None,
+        bytes=sum(p.numel() * p.element_size() for p in module.parameters() if p.requires_grad),
+        batch_norms=sum(
+            isinstance(m, torch.nn.modules.batchnorm._BatchNorm) and m.track_running_stats for m in module.modules()
+        ),
+    )
+
+
+def describe_classes(module: torch.nn.Module) -> list[dict[str, Any]]:
+    """The user's module classes inside a model, with file, first and last line, and one place in the model."""
+    found: dict[type, str] = {}
+    for name, part in module.named_modules():
+        found.setdefault(type(part), name)
+    rows = []
+    for kind, name in found.items():
+        try:
+            file = inspect.getsourcefile(kind)
+            if file is None or not is_users_file(file):
+                continue
+            lines, first = inspect.getsourcelines(kind)
+        except (OSError, TypeError):
+            continue
+        rows.append({"class": kind.__qualname__, "file": file, "line": first, "last": first + len(lines) - 1, "at": name})
+    return rows[:50]
+
+
+@contained
+def _remember(recorder: Recorder, model: DistributedDataParallel, site: int) -> None:
+    WRAPPERS.all.append(Wrapped(len(WRAPPERS.all), model, site))
+    if len(WRAPPERS.all) > 16:  # scripts that wrap again and again, as trainers do between stages
+        WRAPPERS.all = [one for one in WRAPPERS.all if one.model() is not None]
+
+
+def _wrap_forward(recorder: Recorder, original: Callable[..., Any]) -> Callable[..., Any]:
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return original(self, *args, **kwargs)
+        entered = _enter_forward(recorder, self)
+        try:
+            return original(self, *args, **kwargs)
+        except Exception as error:
+            note_unused(recorder, self, error)
+            note_raised(recorder, "forward", entered[0] if entered else 0, error)
+            raise
+        finally:
+            _leave_forward(recorder, entered)
+
+    return call
+
+
+@contained
+def _enter_forward(recorder: Recorder, model: DistributedDataParallel) -> tuple[int, float, int]:
+    site = recorder.sites.here(2)
+    recorder.depth = 0
+    recorder.forwards += 1
+    wrapped = WRAPPERS.of_model(model)
+    grad = torch.is_grad_enabled()
+    synced = grad and model.require_backward_grad_sync
+    if wrapped is not None:
+        wrapped.forwards += 1
+        wrapped.forward_since_step = wrapped.forward_since_step or grad
+        if grad:
+            wrapped.expects_reduction, wrapped.expects_local = synced, not synced
+    flags = (0 if synced else layout.UNSYNCED) | (0 if grad else layout.NO_GRAD)
+    flags |= 0 if model.training else layout.EVALUATING
+    number = wrapped.number if wrapped is not None else 0
+    return site, recorder.mark(_ENTER, 0, flags, site, number), number
+
+
+@contained
+def _leave_forward(recorder: Recorder, entered: tuple[int, float, int] | None) -> None:
+    if entered is not None:
+        site, started, number = entered
+        recorder.spend(_FORWARD, recorder.mark(_LEAVE, 0, 0, site, number) - started)
+
+
+@contained
+def note_unused(recorder: Recorder, model: DistributedDataParallel, error: BaseException) -> None:
+    """The names behind the indices in DDP's error about gradients that never came."""
+    text = str(error)
+    if "Expected to have finished reduction" not in text:
+        return
+    tail = text.rpartition("for rank")[2].partition(":")[2]
+    indices = [int(word) for word in tail.replace("\n", " ").split(" In addition")[0].split() if word.isdecimal()]
+    names = [name for name, p in model.module.named_parameters() if p.requires_grad]
+    recorder.log.note(
+        "unused-parameters",
+        indices=indices,
+        names=[names[i] for i in indices if i < len(names)],
+        classes=describe_classes(model.module),
+        owners=_owners(model.module, [names[i] for i in indices if i < len(names)]),
+    )
+
+
+def _owners(module: torch.nn.Module, names: list[str]) -> list[dict[str, str]]:
+    """For each prefix of an unused parameter: the class that holds that child, and the child's name."""
+    rows: dict[tuple[str, str], dict[str, str]] = {}
+    for name in names:
+        parts = name.split(".")
+        for depth in range(len(parts) - 1):
+            parent = module.get_submodule(".".join(parts[:depth]))
+            rows[(type(parent).__qualname__, parts[depth])] = {
+                "class": type(parent).__qualname__,
+                "child": parts[depth],
+                "path": ".".join(parts[: depth + 1]),
+            }
+    return list(rows.values())
+
+
+def _wrap_no_sync(recorder: Recorder, original: Callable[..., Any]) -> Callable[..., Any]:
+    def call(self: Any) -> contextlib.AbstractContextManager[None]:
+        WRAPPERS.no_sync_site = recorder.sites.here(1)
+        return original(self)
+
+    return call
+
+
+def _wrap_comm_hook(recorder: Recorder, original: Callable[..., Any]) -> Callable[..., Any]:
+    def call(self: Any, state: object, hook: Callable[..., Any]) -> Any:
+        _note_hook(recorder, self, hook)
+        return original(self, state, hook)
+
+    return call
+
+
+@contained
+def _note_hook(recorder: Recorder, model: Any, hook: Callable[..., Any]) -> None:
+    wrapped = WRAPPERS.of_model(model)
+    name = getattr(hook, "__name__", type(hook).__name__)
+    recorder.log.note("comm-hook", wrapper=wrapped.number if wrapped else None, hook=name)
