@@ -1,0 +1,106 @@
+"""Micro-batches of one epoch, in order, read in this process. `worker_feed.py` has the same in worker processes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from instep.train.data.order import Order
+from instep.train.data.streams import StreamSet
+from instep.train.seeds import DATA, set_generators
+from instep.train.slots import Slots
+
+
+class Feed(Protocol):
+    """Steps are asked for in order: `has` and `slots` of a step, then `fetch` of some of these slots, in order."""
+
+    num_steps: int | None
+    may_run_ahead: bool  # whether a step may be fetched from before the one before it has been trained on
+
+    def has(self, step: int) -> bool: ...
+    def slots(self, step: int) -> Sequence[int]:
+        """This rank's slots that hold samples. What an earlier step left unfetched is passed over."""
+        ...
+
+    def fetch(self, step: int, slot: int) -> tuple[int, Any]:
+        """Samples in the micro-batch, and its data on the host."""
+        ...
+
+    def states(self, step: int) -> dict[int, Any] | None:
+        """What an iterable dataset needs to go on before the step, by slot; None where the step is enough."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class IndexedFeed:
+    """Reads a map-style dataset by position."""
+
+    may_run_ahead = True
+
+    def __init__(self, order: Order, fetch: Any, seed: int, epoch: int) -> None:
+        self.num_steps = order.num_steps
+        self.has = order.has
+        self.slots = order.slots
+        self._positions = order.positions
+        self._fetch: Callable[[Any], tuple[int, Any]] = fetch
+        self._draws: bool = fetch.draws
+        self._numbers = (DATA, seed, epoch)
+
+    def fetch(self, step: int, slot: int) -> tuple[int, Any]:
+        if self._draws:
+            set_generators(*self._numbers, step, slot)
+        return self._fetch(self._positions(step, slot))
+
+    def states(self, step: int) -> None:
+        return None
+
+    def close(self) -> None:
+        pass
+
+
+class StreamFeed:
+    """Reads the virtual streams of this rank's slots."""
+
+    num_steps: int | None = None
+    may_run_ahead = False  # what comes next may depend on what is learnt now
+
+    def __init__(self, streams: StreamSet, slots: Slots, first_step: int, on_open: Callable[[bool], None]) -> None:
+        """on_open: told, when the first sample has been read, whether the dataset has to be strided."""
+        self._streams = streams
+        self._local = tuple(slots.local)
+        self._step = first_step
+        self._nonempty: list[int] | None = None
+        self._unfetched: list[int] = []
+        self._on_open: Callable[[bool], None] | None = on_open
+
+    def has(self, step: int) -> bool:
+        return bool(self.slots(step))
+
+    def slots(self, step: int) -> Sequence[int]:
+        if self._nonempty is None or self._step != step:
+            self._pass_over()
+            self._step = step
+            self._nonempty = [slot for slot in self._local if self._streams.peek(step, slot)]
+            self._unfetched = list(self._nonempty)
+            if self._on_open is not None:
+                self._on_open(self._streams.is_strided)
+                self._on_open = None
+        return self._nonempty
+
+    def fetch(self, step: int, slot: int) -> tuple[int, Any]:
+        self._unfetched.remove(slot)
+        return self._streams.take(step, slot)
+
+    def states(self, step: int) -> dict[int, Any]:
+        if self._step < step:
+            self._pass_over()
+        return {slot: self._streams.state(slot, step) for slot in self._local}
+
+    def close(self) -> None:
+        self._unfetched = []
+
+    def _pass_over(self) -> None:
+        for slot in self._unfetched:
+            self._streams.pass_over(self._step, slot)
+        self._unfetched = []
