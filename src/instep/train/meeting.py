@@ -102,7 +102,9 @@ def describe_conflict(notes: list[str], kinds: list[str]) -> str:
         ranks = [rank for rank, other in enumerate(kinds) if other == kind]
         word = "rank" if len(ranks) == 1 else "ranks"
         parts.append(f"{word} {', '.join(map(str, ranks))} came to {notes[ranks[0]]}")
-    return f"The ranks wait for each other: {'; '.join(parts)}. Every rank has to make the same calls in the same order."
+    return (
+        f"The ranks wait for each other: {'; '.join(parts)}. Every rank has to make the same calls in the same order."
+    )
 
 
 def _without_line(note: str) -> str:

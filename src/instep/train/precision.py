@@ -22,8 +22,8 @@ def read_precision(name: str) -> torch.dtype | None:
     return DTYPES[name]
 
 
-def autocast_forward(model: nn.Module, device_type: str, dtype: torch.dtype) -> None:
-    """Runs the model's forward under autocast and gives its outputs in fp32.
+def autocast_forward(model: nn.Module, device_type: str, dtype: torch.dtype) -> list[Any]:
+    """Runs the model's forward under autocast and gives its outputs in fp32. Returns the hooks, to be removed.
 
     By hooks rather than a wrapper, so that the object, its copies and its state_dict stay as they were. The hook that
     leaves autocast runs after an exception too.
@@ -40,8 +40,10 @@ def autocast_forward(model: nn.Module, device_type: str, dtype: torch.dtype) -> 
             contexts.pop().__exit__(None, None, None)
         return as_float32(output)
 
-    model.register_forward_pre_hook(enter, prepend=True)
-    model.register_forward_hook(leave, always_call=True)
+    return [
+        model.register_forward_pre_hook(enter, prepend=True),
+        model.register_forward_hook(leave, always_call=True),
+    ]
 
 
 def as_float32(value: Any) -> Any:

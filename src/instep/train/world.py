@@ -149,7 +149,10 @@ def join_world(environ: Mapping[str, str] | None = None) -> World:
         for name, value in place.variables:
             os.environ.setdefault(name, value)
         dist.init_process_group(
-            "cpu:gloo,cuda:nccl" if cuda else "gloo", rank=place.rank, world_size=place.size, device_id=device if cuda else None
+            "cpu:gloo,cuda:nccl" if cuda else "gloo",
+            rank=place.rank,
+            world_size=place.size,
+            device_id=device if cuda else None,
         )
         owns_group = True
     if not dist.is_initialized() or dist.get_world_size() == 1:

@@ -52,8 +52,13 @@ def _synced_kind(plain: type, group: dist.ProcessGroup) -> type:
         twin.__dict__.update(copy.deepcopy(self.__dict__, memo))
         return twin
 
-    own = {"forward": forward, "__reduce_ex__": reduce, "__deepcopy__": deep_copy, "__module__": plain.__module__}
+    own = {"is_synchronised": True, "forward": forward, "__reduce_ex__": reduce, "__deepcopy__": deep_copy, "__module__": plain.__module__}
     return type(plain.__name__, (plain,), own)
+
+
+def is_synchronised(module: nn.Module) -> bool:
+    """Whether the layer was converted, so that its running averages are equal on all ranks by themselves."""
+    return getattr(type(module), "is_synchronised", False)
 
 
 def _forward(module: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:

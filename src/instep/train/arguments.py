@@ -1,0 +1,87 @@
+"""The arguments of instep.Run, checked at the door."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from instep.errors import UsageError
+from instep.records.choice import Choice
+from instep.records.parallel import Parallel, read_parallel
+from instep.train.precision import DTYPES, read_precision
+from instep.train.slots import check_positive, choose_micro_batch
+
+COMPRESSIONS = ("bf16", "fp16", "powersgd")
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """As the user gave them, micro_batch filled in. chosen: what was picked for the user."""
+
+    global_batch: int
+    micro_batch: int
+    parallel: Parallel
+    precision: str
+    exact: bool
+    clip_norm: float | None
+    clip_value: float | None
+    compress: str | None
+    seed: int
+    threads: int | None
+    dir: Path | None
+    checkpoint_every: int | None
+    keep: int
+    chosen: tuple[Choice, ...] = ()
+
+    def as_json(self) -> dict[str, Any]:
+        """What a checkpoint keeps and what all ranks have to agree on."""
+        values = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "chosen"}
+        return {**values, "parallel": repr(self.parallel), "dir": None if self.dir is None else str(self.dir)}
+
+
+def read_arguments(given: Mapping[str, Any]) -> Arguments:
+    """Raises UsageError for a value that cannot be, naming it and what is allowed."""
+    check_positive("global_batch", given["global_batch"])
+    chosen: list[Choice] = []
+    micro_batch = given["micro_batch"]
+    if micro_batch is None:
+        chosen.append(choose_micro_batch(given["global_batch"]))
+        micro_batch = chosen[0].value
+    check_positive("micro_batch", micro_batch)
+    read_precision(given["precision"])
+    for name in ("clip_norm", "clip_value"):
+        _check_above_zero(name, given[name])
+    for name in ("checkpoint_every", "threads"):
+        if given[name] is not None:
+            check_positive(name, given[name])
+    check_positive("keep", given["keep"])
+    if isinstance(given["seed"], bool) or not isinstance(given["seed"], int):
+        raise UsageError(f"seed={given['seed']!r} has to be a whole number.")
+    if given["compress"] is not None and given["compress"] not in COMPRESSIONS:
+        allowed = ", ".join(map(repr, COMPRESSIONS))
+        raise UsageError(f"compress={given['compress']!r} is not known. Allowed: {allowed}, or None.")
+    if given["exact"]:
+        raise UsageError("exact=True is not built yet in this version of instep. Leave it out.")
+    if given["checkpoint_every"] is not None and given["dir"] is None:
+        raise UsageError(
+            f"checkpoint_every={given['checkpoint_every']} has no place to save to: give dir= as well, or leave it out."
+        )
+    return Arguments(
+        **{
+            **given,
+            "micro_batch": micro_batch,
+            "parallel": read_parallel(given["parallel"]),
+            "dir": None if given["dir"] is None else Path(given["dir"]),
+        },
+        chosen=tuple(chosen),
+    )
+
+
+def _check_above_zero(name: str, value: Any) -> None:
+    if value is not None and (isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0):
+        raise UsageError(f"{name}={value!r} has to be a number above 0, or None.")
+
+
+__all__ = ["COMPRESSIONS", "DTYPES", "Arguments", "read_arguments"]

@@ -1,0 +1,48 @@
+"""`run.evaluate`: batches of an evaluation, with the models in eval mode and no gradients, both put back after."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from instep.errors import UsageError
+from instep.train import seeds
+from instep.train.data.loader import Loader
+
+if TYPE_CHECKING:
+    from instep.train.run import Run
+
+_STREAM = 1 << 32  # keeps the random numbers of evaluations apart from those of training
+
+
+def evaluation_batches(run: Run, loader: Loader) -> Iterator[Any]:
+    if not isinstance(loader, Loader):
+        raise UsageError(f"run.evaluate got a {type(loader).__name__}; it takes what run.loader(...) returns.")
+    return _batches(run, loader)
+
+
+def _batches(run: Run, loader: Loader) -> Iterator[Any]:
+    generators = seeds.get_generators()
+    modes = [(module, module.training) for model in run._models for module in model.modules()]
+    gradients = torch.is_grad_enabled()
+    epoch = loader.start_epoch(0)
+    for model in run._models:
+        model.eval()
+    torch.set_grad_enabled(False)
+    run._evaluating = True
+    number = 0
+    try:
+        while epoch.has_next():
+            for batch in epoch.next_step():
+                seeds.set_generators(seeds.FORWARD, run._seed, _STREAM + number, batch.slot)
+                yield batch.data
+            number += 1
+    finally:
+        run._evaluating = False
+        torch.set_grad_enabled(gradients)
+        for module, training in modes:
+            module.training = training
+        epoch.close()
+        seeds.restore_generators(generators)

@@ -1,0 +1,430 @@
+"""The reducer: gradients of one optimizer, added over micro-batches and ranks while backward still runs.
+
+The life of a step: gradients of the earlier micro-batches add up in flat buckets (`param.grad` is a window on one);
+during the last micro-batch's backward a bucket is sent as soon as each of its parameters got its gradient; `reduce`
+sends the rest, with the control words on the last bucket. Buckets leave in index order on every rank. The first step
+sends nothing early: it counts and orders the gradients, and the ranks agree on one layout.
+
+A gradient that comes after its bucket has left, and those of second and later backward calls of a micro-batch (which
+have a normalisation of their own), are kept apart and go in a second round, which the control words announce.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from instep.errors import RanksDisagree, UsageError
+from instep.records.finding import CallSite
+from instep.train.call_site import user_call_site
+from instep.train.reduce.bucket import Bucket, Transport
+from instep.train.reduce.layout import plan_buckets, window
+from instep.train.reduce.words import MAX_LANES, Note, Table, Words
+from instep.train.world import World
+
+SMALL_BYTES = 256 << 10  # in cache: zeroing and adding in place is cheaper than a copy per parameter
+
+
+class Lane:
+    """The j-th backward calls of a step's micro-batches. reference: the weight that has factor 1; None while all
+    weights were 0. given: whether a call came with a weight of its own."""
+
+    def __init__(self) -> None:
+        self.reference: float | None = None
+        self.given = False
+        self.weights: list[Any] = []
+        self.losses: list[Any] = []  # weight * loss
+        self.gradients: dict[int, Tensor] = {}  # of lanes 1 and up
+
+
+class Reducer:
+    """Every rank makes the same calls, in the same order, except `begin_micro_batch` and what happens in a backward."""
+
+    def __init__(self, parameters: Sequence[nn.Parameter], world: World, transport: Transport) -> None:
+        self.world, self.transport = world, transport
+        self.parameters = list(parameters)
+        self.stray: CallSite | None = None  # a backward that did not go through step.backward
+        self.receiving = False
+        self.buckets: list[Bucket] = []
+        self._built = False
+        self._overlapping = False
+        self._last_micro_batch = False
+        self._sparse: set[int] = set()
+        self._hooks: list[Any] = []
+        self._adopt()
+
+    def close(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+
+    def _adopt(self) -> None:
+        """Starts over for the present parameters and their requires_grad."""
+        count = len(self.parameters)
+        self.close()
+        self._trained = self._fingerprint()
+        self._built = False
+        self.buckets, self._bucket_of = [], [-1] * count
+        self._members: list[tuple[int, ...]] = []
+        self._views: list[Tensor | None] = [None] * count
+        self._order: list[int] = []
+        self._expected = [0] * count
+        self._arrivals = [0] * count
+        self._filled = bytearray(count)  # lane 0 has a gradient in the window
+        self._used = np.zeros(count)  # any lane has
+        self._late: dict[int, Tensor] = {}
+        self._lanes: list[Lane] = []
+        self._reference: float | None = None  # of lane 0 in this step, equal on all ranks
+        self._next_lane = 0
+        self._handles: list[Any] = []
+        for i, parameter in enumerate(self.parameters):
+            if parameter.requires_grad:
+                self._hooks.append(parameter.register_post_accumulate_grad_hook(partial(self._arrived, i)))
+        total = sum(p.numel() * p.element_size() for p in self.parameters if p.requires_grad)
+        self._direct = self.world.size == 1 and total > SMALL_BYTES  # one process: autograd's own gradients will do
+
+    def _fingerprint(self) -> tuple[bool, ...]:
+        return tuple(p.requires_grad for p in self.parameters)
+
+    # -- a step
+
+    def begin_step(self, parameters: Sequence[nn.Parameter], reference: float | None) -> None:
+        """Takes up parameters that were added, frozen or unfrozen since the step before; the same on all ranks.
+
+        reference: the weight that has factor 1 in this step, agreed in the step before; None in the first.
+        """
+        self.stray = None
+        self._reference = reference
+        if len(parameters) != len(self.parameters) or self._fingerprint() != self._trained:
+            self.parameters = list(parameters)
+            self._adopt()
+
+    def begin_pass(self, overlap: bool) -> None:
+        """overlap: an update follows this pass, as every rank knows from the step before."""
+        self._overlapping = overlap and self._built and self.world.size > 1
+        self._last_micro_batch = False
+
+    def begin_micro_batch(self, last: bool) -> None:
+        self._next_lane = 0
+        self._last_micro_batch = last
+        if last or not self._built:
+            self._arrivals = [0] * len(self.parameters)
+        if last and self._overlapping:
+            self._pending = [sum(1 for i in b if self._expected[i]) for b in self._members]
+
+    def open_lane(self, reference: float | None, given: bool) -> None:
+        """Announces a backward call. reference: what its weight is divided by; None when the weight is 0."""
+        if self._next_lane == MAX_LANES:
+            raise UsageError(
+                f"step.backward was called more than {MAX_LANES} times for one micro-batch. Add losses up before "
+                "the call, or call it less often."
+            )
+        if self._next_lane == len(self._lanes):
+            self._lanes.append(Lane())
+        lane = self._lanes[self._next_lane]
+        lane.reference = lane.reference or reference
+        lane.given |= given
+
+    def skip_call(self) -> None:
+        """The announced call has weight 0 and no backward."""
+        self._next_lane += 1
+
+    def enter_backward(self) -> None:
+        self.receiving = True
+        if self._next_lane:
+            lane = self._lanes[self._next_lane]
+            self._main = [p.grad for p in self.parameters]
+            for i, parameter in enumerate(self.parameters):
+                parameter.grad = lane.gradients.get(i)
+
+    def leave_backward(self) -> None:
+        self.receiving = False
+        if self._next_lane:
+            lane = self._lanes[self._next_lane]
+            for i, parameter in enumerate(self.parameters):
+                if parameter.grad is not None:
+                    lane.gradients[i] = parameter.grad
+                parameter.grad = self._main[i]
+        self._next_lane += 1
+
+    def count(self, weight: Any, weighted_loss: Any) -> None:
+        """Notes a call that had a backward; the lane is the one just left."""
+        lane = self._lanes[self._next_lane - 1]
+        lane.weights.append(weight)
+        lane.losses.append(weighted_loss)
+
+    def _arrived(self, i: int, parameter: Tensor) -> None:
+        if not self.receiving:
+            self.stray = self.stray or user_call_site()
+            return
+        self._used[i] = 1
+        if not self._built and i not in self._order:
+            self._order.append(i)
+        if self._next_lane:
+            return
+        gradient, view = parameter.grad, self._views[i]
+        assert gradient is not None
+        if gradient is not view:
+            if view is None:
+                if gradient.is_sparse:
+                    self._sparse.add(i)
+            elif self._bucket_of[i] < len(self._handles):
+                self._keep_late(i, gradient)
+                parameter.grad = None
+                return
+            else:
+                view.copy_(gradient.to_dense() if gradient.is_sparse else gradient)
+                parameter.grad = view
+        self._filled[i] = 1
+        self._arrivals[i] += 1
+        if not self._built:
+            self._expected[i] = max(self._expected[i], self._arrivals[i])
+        elif self._last_micro_batch and self._overlapping and self._arrivals[i] == self._expected[i]:
+            bucket = self._bucket_of[i]
+            if bucket >= 0:
+                self._pending[bucket] -= 1
+                self._send_ready()
+
+    def _keep_late(self, i: int, gradient: Tensor) -> None:
+        gradient = gradient.to_dense() if gradient.is_sparse else gradient
+        self._late[i] = self._late[i] + gradient if i in self._late else gradient
+
+    # -- sending
+
+    def _send_ready(self) -> None:
+        while len(self._handles) < len(self.buckets) - 1 and not self._pending[len(self._handles)]:
+            for i in self._members[len(self._handles)]:
+                self.parameters[i].grad = None  # what comes now is late, and must not touch what is being sent
+            self._send()
+
+    def _send(self) -> None:
+        bucket = self.buckets[len(self._handles)]
+        for i in self._members[bucket.index]:
+            if not self._filled[i]:
+                self._view(i).zero_()
+        self._handles.append(self.transport.start(bucket))
+
+    def _view(self, i: int) -> Tensor:
+        view = self._views[i]
+        assert view is not None
+        return view
+
+    def reduce(self, call: int, stop: bool, what: str) -> Table:
+        """Sends what is left and waits. Afterwards `gradients()` are sums over ranks; the table has the totals.
+
+        Gradients still have to be multiplied with `final_factor`. Raises RanksDisagree when the
+        ranks are not in the same update.
+        """
+        if not self._built and not self._build(what):
+            return Table([call], 0, 0, stop, [], [], np.zeros(0), np.zeros(0))
+        note = self._note(call, stop)
+        table = self._alone(note) if self.world.size == 1 else self._together(note, what)
+        if table.counted:
+            self._second_round(table, what)
+            for i, parameter in enumerate(self.parameters):
+                if i not in self._sparse and not self._direct and self._bucket_of[i] >= 0:
+                    parameter.grad = self._views[i] if table.used[i] else None
+        return table
+
+    def _note(self, call: int, stop: bool) -> Note:
+        weights = [[float(weight) for weight in lane.weights] for lane in self._lanes]
+        losses = [[float(loss) for loss in lane.losses] for lane in self._lanes]
+        return Note(
+            call,
+            counted=max((sum(1 for weight in lane if weight) for lane in weights), default=0),
+            given=int(bool(self._lanes) and self._lanes[0].given),
+            stop=int(stop),
+            weights=[sum(lane) for lane in weights],
+            losses=[sum(loss for loss, weight in zip(*pair) if weight) for pair in zip(losses, weights)],
+        )
+
+    def _alone(self, note: Note) -> Table:
+        extra = np.array([1.0 if self._has_extra(b) else 0.0 for b in range(len(self.buckets))])
+        return Table(
+            [note.call], note.counted, note.given, bool(note.stop), note.weights, note.losses, self._used, extra
+        )
+
+    def _together(self, note: Note, what: str) -> Table:
+        tail = self.buckets[-1].words
+        extra = np.array([1.0 if self._has_extra(b) else 0.0 for b in range(len(self.buckets))])
+        self._words.write(tail, note, self._used, extra)
+        while len(self._handles) < len(self.buckets):
+            self._send()
+        for handle in self._handles:
+            self.world.wait(handle, what)
+        table = self._words.read(tail)
+        if len(set(table.calls)) > 1:
+            odd = [rank for rank, other in enumerate(table.calls) if other != table.calls[0]]
+            raise RanksDisagree(
+                f"{what} on rank {self.world.rank} met another update: ranks {odd} are in a different call than rank 0. "
+                "Every rank has to make the same calls of step.update in the same order."
+            )
+        return table
+
+    def _has_extra(self, bucket: int) -> bool:
+        members = self._members[bucket]
+        return any(i in self._late for i in members) or any(
+            i in lane.gradients for lane in self._lanes[1:] for i in members
+        )
+
+    def _second_round(self, table: Table, what: str) -> None:
+        """Adds late gradients and those of later lanes, in the units of lane 0."""
+        lane_factors = [1.0] + [
+            (lane.reference or 0.0) / weight / self.final_factor(table) if weight else 0.0
+            for lane, weight in zip(self._lanes[1:], table.weights[1:])
+        ]
+        for bucket in self.buckets:
+            if not table.extra[bucket.index]:
+                continue
+            flat = torch.zeros_like(bucket.gradients)
+            offset = 0
+            for i in self._members[bucket.index]:
+                target = window(flat, offset, self.parameters[i])
+                offset += target.numel()
+                if i in self._late:
+                    target.add_(self._late[i])
+                for lane, factor in zip(self._lanes[1:], lane_factors[1:]):
+                    if factor and i in lane.gradients:
+                        target.add_(lane.gradients[i], alpha=float(factor))
+            if self.world.size > 1:
+                self.world.wait(self.transport.start(Bucket(bucket.index, flat)), what)
+            bucket.gradients.add_(flat)
+        for i in self._outside_buckets():
+            for lane, factor in zip(self._lanes[1:], lane_factors[1:]):
+                if factor and i in lane.gradients:
+                    own = self.parameters[i].grad
+                    extra = lane.gradients[i] * float(factor)
+                    self.parameters[i].grad = (
+                        extra if own is None else own + extra if own.is_sparse else own.add_(extra)
+                    )
+        if self.world.size > 1:
+            for i in sorted(self._sparse):
+                self.parameters[i].grad = self._sum_sparse(i, what)
+
+    def _outside_buckets(self) -> list[int]:
+        return [i for i, bucket in enumerate(self._bucket_of) if bucket < 0 and self.parameters[i].requires_grad]
+
+    def _sum_sparse(self, i: int, what: str) -> Tensor | None:
+        gradient = self.parameters[i].grad
+        mine = None if gradient is None else gradient.coalesce()
+        parts = self.world.gather_objects(None if mine is None else (mine.indices().cpu(), mine.values().cpu()), what)
+        found = [part for part in parts if part is not None]
+        if not found:
+            return None
+        indices, values = (torch.cat(column, dim=dim) for column, dim in zip(zip(*found), (1, 0)))
+        parameter = self.parameters[i]
+        return torch.sparse_coo_tensor(indices, values, parameter.size(), device=parameter.device).coalesce()
+
+    # -- layout
+
+    def _build(self, what: str) -> bool:
+        """Agrees on the layout. False when no rank has a gradient yet."""
+        reference = self._lanes[0].reference if self._lanes else None
+        mine = (self._order, self._expected, reference, sorted(self._sparse), self._trained)
+        orders, expected, references, sparse, trained = zip(*self.world.gather_objects(mine, what))
+        if len(set(trained)) > 1:
+            raise RanksDisagree("The ranks train different parameters: requires_grad is not the same on all of them.")
+        order = next((order for order in orders if order), None)
+        if order is None:
+            return False
+        self._sparse = set().union(*sparse)
+        self._expected = [max(counts) for counts in zip(*expected)]
+        self._agree_reference(references)
+        if not self._direct:
+            rest = [i for i, wanted in enumerate(self._trained) if wanted and i not in order]
+            self._allocate([i for i in [*order, *rest] if i not in self._sparse])
+        self._built = True
+        return True
+
+    def _agree_reference(self, references: Sequence[float | None]) -> None:
+        """In the first step each rank divided by its own first weight; from here all ranks use slot 0's."""
+        self._reference = next((reference for reference in references if reference is not None), None)
+        if not self._lanes or self._reference is None or self._lanes[0].reference in (None, self._reference):
+            return
+        ratio = self._lanes[0].reference / self._reference  # type: ignore[operator]  # not None, by the line above
+        self._lanes[0].reference = self._reference
+        for parameter, filled in zip(self.parameters, self._filled):
+            if filled and parameter.grad is not None:
+                parameter.grad.mul_(ratio)
+
+    def _allocate(self, order: list[int]) -> None:
+        layout = plan_buckets(order, self.parameters)
+        self._members = [*layout.members]
+        dtypes = [self.parameters[members[0]].dtype for members in self._members]
+        if self.world.size > 1 and (not dtypes or dtypes[-1] not in (torch.float32, torch.float64)):
+            self._members.append(())  # words need fp32 at least
+            dtypes.append(torch.float32)
+        self._words = Words(self.world.rank, self.world.size, len(self.parameters), len(self._members))
+        for index, (members, dtype) in enumerate(zip(self._members, dtypes)):
+            tail = self._words.numel if self.world.size > 1 and index == len(self._members) - 1 else 0
+            numel = sum(self.parameters[i].numel() for i in members) + tail
+            device = self.parameters[members[0]].device if members else self.world.device
+            bucket = Bucket(index, torch.zeros(numel, dtype=dtype, device=device), tail=tail)
+            offset = 0
+            for i in members:
+                parameter = self.parameters[i]
+                view = window(bucket.flat, offset, parameter)
+                offset += view.numel()
+                if parameter.grad is not None and self._filled[i]:
+                    view.copy_(parameter.grad)
+                parameter.grad = view
+                self._views[i], self._bucket_of[i] = view, index
+                bucket.views.append(view)
+            self.buckets.append(bucket)
+
+    # -- after the reduction
+
+    def final_factor(self, table: Table) -> float:
+        """What `gradients()` are multiplied with to be means over the global batch."""
+        weight = table.weights[0] if table.weights else 0.0
+        return self._reference / weight if self._reference and weight else 1.0
+
+    def gradients(self) -> list[Tensor]:
+        """The tensors that hold all gradients: buckets, and what lies outside of them. Sparse ones by their values."""
+        outside = [self.parameters[i].grad for i in self._outside_buckets()]
+        values = [g._values() if g.is_sparse else g for g in outside if g is not None]
+        return [bucket.gradients for bucket in self.buckets if self._members[bucket.index]] + values
+
+    def finish(self) -> None:
+        """Forgets this update's gradients and gets ready for the next."""
+        for bucket in self.buckets:
+            small = bucket.flat.numel() * bucket.flat.element_size() <= SMALL_BYTES
+            if small:
+                bucket.flat.zero_()
+            for i in self._members[bucket.index]:
+                self.parameters[i].grad = self._views[i] if small else None
+        for i in self._outside_buckets():
+            self.parameters[i].grad = None
+        self._forget()
+
+    def _forget(self) -> None:
+        self._filled = bytearray(len(self.parameters))
+        self._used[:] = 0
+        self._late, self._lanes, self._handles = {}, [], []
+        self._overlapping = self._last_micro_batch = False
+        self._next_lane = 0
+
+    def flush(self, what: str) -> None:
+        """Ends a pass whose buckets were being sent though no update came: rank 0 keeps the sums, to be added to."""
+        if not self._overlapping:
+            return
+        self.buckets[-1].words.zero_()
+        while len(self._handles) < len(self.buckets):
+            self._send()
+        for handle in self._handles:
+            self.world.wait(handle, what)
+        self._handles, self._overlapping = [], False
+        for bucket in self.buckets:
+            if not self.world.is_main:
+                bucket.flat.zero_()
+            for i in self._members[bucket.index]:
+                self.parameters[i].grad = self._views[i]
+                self._filled[i] = 1
+        for i, gradient in self._late.items():
+            self._view(i).add_(gradient)
+        self._late = {}

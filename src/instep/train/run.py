@@ -1,0 +1,463 @@
+"""`instep.Run`: a training run on any number of processes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import nn
+
+from instep import settings
+from instep.errors import RanksDisagree, UsageError
+from instep.records.run_dir import RunDir
+from instep.train import keeping, seeds
+from instep.train.arguments import Arguments, read_arguments
+from instep.train.buffers import Buffers
+from instep.train.data.loader import Loader, build_loader
+from instep.train.evaluate import evaluation_batches
+from instep.train.loop import loop_steps
+from instep.train.observe.observer import Observer
+from instep.train.position import Position
+from instep.train.precision import LossScale, read_precision
+from instep.train.prepare import (
+    broadcast_weights,
+    check_optimizer,
+    choose_fused,
+    follow_parameters,
+    loose_parameters,
+    prepare_model,
+)
+from instep.train.reduce.choose import choose_transport
+from instep.train.reduce.reducer import Reducer
+from instep.train.slots import plan_slots
+from instep.train.step import Step
+from instep.train.techniques.sync_batch_norm import convert_sync_batch_norm
+from instep.train.totals import local_terms, mean_of, sum_of
+from instep.train.update import Scheduler, Trained
+from instep.train.world import World, join_world, leave_world
+
+EVERY = ("step", "epoch")
+
+
+class Run:
+    """Use as a context manager. See the arguments in the reference; every rank makes the same calls.
+
+    global_batch, micro_batch: samples per step over all ranks, and per forward pass. checkpoint_every: steps.
+    dir: where metrics and checkpoints go; None writes nothing. Raises UsageError for values that cannot be.
+    """
+
+    def __init__(
+        self,
+        *,
+        global_batch: int,
+        micro_batch: int | None = None,
+        parallel: Any = "ddp",
+        precision: str = "fp32",
+        exact: bool = False,
+        clip_norm: float | None = None,
+        clip_value: float | None = None,
+        compress: str | None = None,
+        seed: int = 0,
+        threads: int | None = None,
+        dir: str | os.PathLike[str] | None = None,
+        checkpoint_every: int | None = None,
+        keep: int = 3,
+    ) -> None:
+        given = dict(
+            global_batch=global_batch,
+            micro_batch=micro_batch,
+            parallel=parallel,
+            precision=precision,
+            exact=exact,
+            clip_norm=clip_norm,
+            clip_value=clip_value,
+            compress=compress,
+            seed=seed,
+            threads=threads,
+            dir=dir,
+            checkpoint_every=checkpoint_every,
+            keep=keep,
+        )
+        self._arguments: Arguments = read_arguments(settings.override_run_arguments(given))
+        self.state: dict[str, Any] = {}
+        self._world: World | None = None
+        self._evaluating = False
+        self._stop_asked = False
+
+    # -- begin and end
+
+    def __enter__(self) -> Run:
+        arguments = self._arguments
+        self._world = world = join_world()
+        try:
+            self._begin(arguments, world)
+        except BaseException:
+            leave_world(world)
+            raise
+        return self
+
+    def _begin(self, arguments: Arguments, world: World) -> None:
+        self._slots = plan_slots(arguments.global_batch, arguments.micro_batch, world.rank, world.size)
+        agree_on_arguments(arguments, world)
+        self._directory = RunDir(arguments.dir) if arguments.dir is not None else None
+        self._checkpoints = keeping.open_checkpoints(self)
+        self._observer = Observer(
+            directory=arguments.dir,
+            is_main=world.is_main,
+            arguments=arguments.as_json(),
+            trackers=(),
+        )
+        self._seed = arguments.seed
+        self._dtype = read_precision(arguments.precision)
+        self._loss_scale = LossScale(arguments.precision == "fp16")
+        self._clip_norm, self._clip_value = arguments.clip_norm, arguments.clip_value
+        self._models: list[nn.Module] = []
+        self._hooks: list[Any] = []  # on models
+        self._trained: list[Trained] = []
+        self._buffers = Buffers(world, self._observer.say)
+        self._group = world.new_group()
+        self._position = Position()
+        self._calls = 0  # of run.steps
+        self._step: Step | None = None
+        self._usual_updates = 0
+        self._reference: float | None = None  # the weight that has factor 1, from the step before
+        self._next_reference: float | None = None
+        self._stop_agreed = False
+        self._choose_threads(arguments, world)
+        seeds.set_generators(seeds.OUTSIDE, self._seed)
+        for choice in arguments.chosen:
+            self._observer.say(str(choice))
+        self._observer.say(self._slots.describe())
+        self._old_handler = None
+        if threading.current_thread() is threading.main_thread():
+            self._old_handler = signal.signal(signal.SIGTERM, self._ask_to_stop)
+
+    def _choose_threads(self, arguments: Arguments, world: World) -> None:
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        if arguments.threads is not None:
+            torch.set_num_threads(arguments.threads)
+        elif world.local_size > 1 and "OMP_NUM_THREADS" not in os.environ:
+            threads = max(1, cores // world.local_size)
+            torch.set_num_threads(threads)
+            self._observer.say(f"threads={threads}: {cores} cores for {world.local_size} ranks (set Run(threads=...))")
+
+    def _ask_to_stop(self, number: int, frame: FrameType | None) -> None:
+        self._stop_asked = True
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
+        """Waits for the last save after a good end; after an exception no rank waits for another."""
+        world = self._entered()
+        try:
+            if self._checkpoints is not None:
+                keeping.close_checkpoints(self, failed=kind is not None)
+        finally:
+            if threading.current_thread() is threading.main_thread():
+                signal.signal(signal.SIGTERM, self._old_handler or signal.SIG_DFL)
+            self._observer.close()
+            for trained in self._trained:
+                trained.close()
+            for hook in self._hooks:
+                hook.remove()
+            if world.meeting is not None:
+                world.meeting.leave("the end of its run" if kind is None else f"the end of its run, by {kind.__name__}")
+            leave_world(world)
+            self._world = None
+        if kind is None and self._stop_asked:
+            raise SystemExit(143)
+
+    def _entered(self) -> World:
+        if self._world is None:
+            raise UsageError("This run is not open: use it inside `with instep.Run(...) as run:`.")
+        return self._world
+
+    # -- facts
+
+    @property
+    def rank(self) -> int:
+        return self._entered().rank
+
+    @property
+    def world_size(self) -> int:
+        return self._entered().size
+
+    @property
+    def is_main(self) -> bool:
+        return self._entered().is_main
+
+    @property
+    def device(self) -> torch.device:
+        return self._entered().device
+
+    # -- models and data
+
+    def prepare(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None = None,
+        scheduler: Any = None,
+        *,
+        schedule_every: str = "step",
+        sync_batch_norm: bool = False,
+        parallel: Any = None,
+    ) -> Any:
+        """Makes a model, and what trains it, part of the run; returns the same objects. Every rank must call it.
+
+        Raises UsageError for what cannot be trained, RanksDisagree when the ranks came with different models.
+        """
+        world = self._entered()
+        if parallel is not None:
+            keeping.check_parallel(parallel)
+        if schedule_every not in EVERY:
+            raise UsageError(f"schedule_every={schedule_every!r} is not possible. Allowed: 'step', 'epoch'.")
+        if scheduler is not None and optimizer is None:
+            raise UsageError(
+                "run.prepare got a scheduler without its optimizer: give both, run.prepare(model, optimizer, scheduler)."
+            )
+        if optimizer is not None:
+            check_optimizer(optimizer)
+        if sync_batch_norm and self._slots.count != world.size:
+            fitting = self._arguments.global_batch / world.size
+            raise UsageError(
+                f"sync_batch_norm=True takes its statistics over the global batch at once, so each rank has to hold one "
+                f"micro-batch: {self._slots.count} micro-batches on {world.size} ranks do not. Set micro_batch to "
+                f"global_batch / ranks = {fitting:g}, or leave sync_batch_norm out."
+            )
+        name = f"model {len(self._models)}"
+        self._hooks += prepare_model(model, world, self._group, self._dtype, name)
+        if sync_batch_norm:
+            convert_sync_batch_norm(model, world.new_group())
+            self._spread_short_steps = True
+        self._models.append(model)
+        self._buffers.add(model)
+        if optimizer is None:
+            return model
+        self._trained.append(self._take_optimizer(optimizer, scheduler, schedule_every, name))
+        return (model, optimizer) if scheduler is None else (model, optimizer, scheduler)
+
+    _spread_short_steps = False
+
+    def _take_optimizer(self, optimizer: torch.optim.Optimizer, scheduler: Any, every: str, name: str) -> Trained:
+        world = self._entered()
+        loose = loose_parameters(optimizer, self._models)
+        for parameter in loose.values():
+            parameter.data = parameter.data.to(world.device)
+        broadcast_weights(loose, world, self._group, f"the optimizer of {name}")
+        follow_parameters(optimizer, world.device)
+        choice = choose_fused(optimizer)
+        if choice is not None:
+            self._observer.say(str(choice))
+        names = {id(p): key for key, p in loose.items()}
+        for number, model in enumerate(self._models):
+            names.update({id(p): f"{number}.{key}" for key, p in model.named_parameters()})
+        by_name = {names[id(p)]: p for group in optimizer.param_groups for p in group["params"]}
+        order = world.broadcast_object(list(by_name), f"run.prepare of {name}")
+        if sorted(order) != sorted(by_name):
+            raise RanksDisagree(
+                f"The ranks came with different optimizers for {name}: their parameters are not the same."
+            )
+        parameters = [by_name[key] for key in order]
+        transport = choose_transport(self._arguments.compress, world, self._observer.say)
+        trained = Trained(optimizer, Reducer(parameters, world, transport), parameters)
+        trained.guard_step()
+        if scheduler is not None:
+            plateau = isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)
+            trained.schedulers.append(Scheduler(scheduler, "value" if plateau else every, scheduler.last_epoch))
+        return trained
+
+    def loader(self, source: Any, **options: Any) -> Loader:
+        """Batches of a dataset, of an iterable one, or of a DataLoader, the same for every number of ranks.
+
+        Options are DataLoader's: shuffle, drop_last, collate_fn, num_workers, pin_memory, persistent_workers,
+        prefetch_factor, worker_init_fn, multiprocessing_context. len() of it: steps per epoch.
+        """
+        world = self._entered()
+        return build_loader(
+            source,
+            slots=self._slots,
+            seed=self._seed,
+            device=world.device,
+            local_size=world.local_size,
+            say=self._observer.say,
+            **options,
+        )
+
+    def steps(
+        self, loader: Loader | None = None, *, epochs: int | None = None, steps: int | None = None
+    ) -> Iterator[Step]:
+        """Optimizer steps: over `epochs` of the loader, or `steps` of them, or `steps` without data (slot numbers)."""
+        self._no_collective("run.steps")
+        return loop_steps(self, loader, epochs, steps)
+
+    def evaluate(self, loader: Loader) -> Iterator[Any]:
+        """This rank's batches of a set in which every sample counts once over all ranks, in eval mode without gradients.
+
+        Ranks may get different numbers of batches (none, too), so nothing collective may be called inside.
+        """
+        self._entered()
+        return evaluation_batches(self, loader)
+
+    # -- over ranks
+
+    def mean(self, value: Any, weight: Any = 1) -> Any:
+        """The mean over all ranks, weighted; value may be a list, one per batch, then weight too. Every rank calls it."""
+        terms = self._meet("run.mean", local_terms(value, weight))
+        return mean_of([pair for rank in terms for pair in rank])
+
+    def sum(self, value: Any) -> Any:
+        """The sum over all ranks. Every rank must call it."""
+        terms = self._meet("run.sum", local_terms(value, 1))
+        return sum_of([value for rank in terms for value, _ in rank])
+
+    def gather(self, value: Any) -> list[Any]:
+        """Every rank's object, in rank order, on every rank. Every rank must call it."""
+        return self._meet("run.gather", value)
+
+    def schedule(self, value: float) -> None:
+        """Steps ReduceLROnPlateau schedulers with a value that is equal on all ranks, as run.mean gives. Every rank."""
+        values = self._meet("run.schedule", float(value))
+        if len(set(values)) > 1:
+            listed = ", ".join(f"{value:g}" for value in values)
+            raise RanksDisagree(
+                f"run.schedule got different values on the ranks ({listed}): give it run.mean(value, weight)."
+            )
+        for trained in self._trained:
+            for scheduler in trained.schedulers:
+                if scheduler.every == "value":
+                    scheduler.advance(value)
+
+    def _meet(self, what: str, value: Any) -> list[Any]:
+        self._no_collective(what)
+        return self._entered().gather_objects(value, what)
+
+    def _no_collective(self, what: str) -> None:
+        self._entered()
+        if self._evaluating:
+            raise UsageError(
+                f"{what} was called inside run.evaluate, where ranks have different numbers of batches: some would wait "
+                "for ever. Collect values in the loop and call it after."
+            )
+
+    # -- checkpoints
+
+    def save(self, metric: float | None = None, best: str | None = None) -> None:
+        """Saves everything that was prepared, in the background. Every rank must call it."""
+        self._no_collective("run.save")
+        keeping.save(self, metric, best)
+
+    def restore(self, path: str | os.PathLike[str] = "latest") -> bool:
+        """Continues from a checkpoint; False when there is none to continue from. Every rank must call it."""
+        self._no_collective("run.restore")
+        return keeping.restore(self, path)
+
+    def load_weights(self, path: str | os.PathLike[str], model: nn.Module | None = None, strict: bool = True) -> None:
+        """Loads only weights, from any usual kind of file. model: which, when several were prepared."""
+        self._no_collective("run.load_weights")
+        keeping.load_weights(self, path, model, strict)
+
+    def export(self, path: str | os.PathLike[str], model: nn.Module | None = None) -> None:
+        """Writes one plain safetensors file with plain names. Every rank must call it."""
+        self._no_collective("run.export")
+        keeping.export_weights(self, path, model)
+
+    # -- words
+
+    def log(self, **metrics: Any) -> None:
+        """Adds numbers to this step's line in metrics.jsonl and to the trackers (rank 0's values)."""
+        self._entered()
+        self._observer.log(metrics)
+
+    def print(self, *args: Any, **kwargs: Any) -> None:
+        """Prints on rank 0."""
+        self._entered()
+        self._observer.print(*args, **kwargs)
+
+    # -- for Step
+
+    def _choose(self, optimizer: torch.optim.Optimizer | None, what: str) -> list[Trained]:
+        self._no_collective(what)
+        if not self._trained:
+            raise UsageError(f"{what} has nothing to train: give an optimizer to run.prepare(model, optimizer) first.")
+        if optimizer is None:
+            return self._trained
+        chosen = [trained for trained in self._trained if trained.optimizer is optimizer]
+        if not chosen:
+            raise UsageError(f"{what} got an optimizer that run.prepare did not take. Prepare it with its model first.")
+        return chosen
+
+    def _note_finite(self, step: Step, finite: bool) -> None:
+        scale = self._loss_scale.value
+        self._loss_scale.update(finite)
+        if finite:
+            return
+        if self._loss_scale.enabled:
+            self._observer.say(
+                f"step {step.index} skipped: gradients overflowed in fp16; loss scale {scale:g} -> {self._loss_scale.value:g}"
+            )
+        else:
+            self._observer.say(
+                f"step {step.index} skipped on all ranks: its gradients are not finite (loss {step.loss})"
+            )
+
+    def _after_update(self, step: Step) -> None:
+        """Ends the step after its usual number of updates; a loop with more of them ends it when it goes on."""
+        step.update_calls += 1
+        if self._usual_updates:
+            is_last = step.update_calls == self._usual_updates
+        else:
+            is_last = step.num_passes <= 1 and all(trained.updates for trained in self._trained)
+        if is_last:
+            self._finish_step(step)
+
+    def _finish_step(self, step: Step) -> None:
+        """Schedules, logs, saves, stops: once per step."""
+        if step.finished:
+            return
+        step.finished = True
+        rate = self._trained[0].optimizer.param_groups[0]["lr"] if self._trained else None
+        for trained in self._trained:
+            trained.schedule(step)
+        step.advance_position()
+        self._observer.step(
+            step.index,
+            step.epoch,
+            step.loss,
+            step.grad_norm,
+            None if rate is None else float(rate),
+            self._arguments.global_batch if step.num_samples is None else step.num_samples,
+            step.skipped,
+        )
+        every = self._arguments.checkpoint_every
+        saved = every is not None and self._position.next_index % every == 0
+        if saved:
+            keeping.save(self, None, None)
+        elif self._checkpoints is not None:
+            self._checkpoints.check()
+        if self._stop_agreed:
+            self._stop(saved)
+
+    def _stop(self, saved: bool) -> None:
+        index = self._position.next_index
+        if self._checkpoints is not None and not saved:
+            keeping.save(self, None, None)
+        kept = "saved" if self._checkpoints is not None else "nothing saved, since Run has no dir"
+        self._observer.say(f"asked to stop (SIGTERM): {kept} after step {index - 1}, all ranks end")
+        raise SystemExit(143)
+
+
+def agree_on_arguments(arguments: Arguments, world: World) -> None:
+    """Raises RanksDisagree, naming the argument and the ranks, before any rank waits for another."""
+    mine = arguments.as_json()
+    everyone = world.gather_objects(mine, "instep.Run")
+    for name in mine:
+        values = [theirs[name] for theirs in everyone]
+        for rank, value in enumerate(values):
+            if value != values[0]:
+                raise RanksDisagree(
+                    f"The ranks came to instep.Run with different arguments: {name}={values[0]!r} on rank 0, "
+                    f"{name}={value!r} on rank {rank}. Give all of them the same."
+                )

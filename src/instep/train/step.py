@@ -1,0 +1,258 @@
+"""One optimizer step: the micro-batches of this rank, backward, and the update."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from instep.errors import UsageError
+from instep.train import seeds
+from instep.train.data.loader import MicroBatch
+from instep.train.position import LoopPosition
+from instep.train.reduce.words import Table
+from instep.train.rows import gather_rows
+from instep.train.update import (
+    Trained,
+    clamp_gradients,
+    clip_coefficient,
+    gradient_norm,
+    scale_gradients,
+    step_optimizer,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection
+
+    from instep.train.run import Run
+
+
+class Step:
+    """Iterating gives this rank's micro-batches; again, the same ones with a new random stream."""
+
+    def __init__(self, run: Run, position: LoopPosition, batches: Collection[MicroBatch], *, ends_epoch: bool) -> None:
+        self.index, self.epoch, self.ends_epoch = run._position.next_index, position.epoch, ends_epoch
+        self.loss: float | None = None
+        self.grad_norm: float | None = None
+        self.skipped = False
+        self.num_samples: float | None = None  # of the global batch, when it was not the usual number
+        self.finished = False
+        self.update_calls = 0
+        self._run, self._position, self._batches = run, position, batches
+        self._current: MicroBatch | None = None
+        self._pass = -1
+        self._reduced: dict[int, tuple[Table, float]] = {}
+        self._updates = 0
+        self._backwards = 0
+        self._reference = run._reference
+        for trained in run._trained:
+            trained.updates = 0
+            trained.reducer.begin_step(trained.parameters(), self._reference)
+
+    def __iter__(self) -> Iterator[Any]:
+        run = self._run
+        self._begin_pass()
+        last = len(self._batches) - 1
+        try:
+            for position, batch in enumerate(self._batches):
+                self._current = batch
+                seeds.set_generators(seeds.FORWARD, run._seed, self.index, self._pass, batch.slot)
+                run._buffers.begin(batch.slot)
+                for trained in run._trained:
+                    trained.reducer.begin_micro_batch(position == last)
+                yield batch.data
+                run._buffers.end()
+        finally:
+            self._current = None
+            run._buffers.end()
+            seeds.set_generators(seeds.OUTSIDE, run._seed, self.index, self._pass + 1)
+
+    def _begin_pass(self) -> None:
+        self._pass += 1
+        for trained in self._run._trained:
+            if self._pass:
+                trained.reducer.flush(self._name("the next pass over"))
+                if self._updates:
+                    trained.reducer.finish()  # gradients that no update took
+                    self._reduced.pop(id(trained), None)
+            trained.reducer.begin_pass(self._pass in trained.passes)
+
+    def _name(self, what: str = "step.update() of") -> str:
+        return f"{what} step {self.index}"
+
+    def backward(self, loss: Tensor, weight: Any = None, optimizer: torch.optim.Optimizer | None = None) -> None:
+        """Adds the gradients of a loss that is a mean over `weight` items (default: this micro-batch's samples).
+
+        loss: shape (), with a graph. weight: a number or a tensor of shape (), at least 0; 0 adds nothing, even when
+        the loss is NaN. optimizer: reaches only its parameters. Any rank may call it any number of times.
+        Raises UsageError for a loss that is no scalar or has no graph.
+        """
+        run = self._run
+        given = weight is not None
+        value = self._read_weight(weight)
+        chosen = run._choose(optimizer, "step.backward")
+        self._backwards += 1
+        if value == 0:
+            for trained in chosen:
+                trained.reducer.open_lane(None, given)
+                trained.reducer.skip_call()
+            return
+        check_loss(loss)
+        if self._reference is None:  # the first step: slot 0's, once the ranks have met
+            self._reference = value if given else run._slots.micro_batch
+        factor = value / self._reference * run._loss_scale.value
+        for trained in chosen:
+            trained.reducer.open_lane(self._reference, given)
+            trained.reducer.enter_backward()
+        try:
+            scaled = loss if factor == 1.0 else loss * factor
+            inputs = [p for p in chosen[0].parameters() if p.requires_grad] if optimizer is not None else None
+            scaled.backward(inputs=inputs)
+        finally:
+            for trained in chosen:
+                trained.reducer.leave_backward()
+        weighted = loss.detach() * value if loss.device.type != "cpu" else float(loss.detach()) * value
+        for trained in chosen:
+            trained.reducer.count(value, weighted)
+
+    def _read_weight(self, weight: Any) -> float:
+        if weight is None:
+            return self._current.num_samples if self._current is not None else 1
+        if isinstance(weight, Tensor):
+            if weight.numel() != 1:
+                raise UsageError(f"step.backward(weight=...) has shape {tuple(weight.shape)}; it takes one number.")
+            weight = weight.detach().item()
+        if isinstance(weight, bool) or not isinstance(weight, (int, float)) or not weight >= 0 or math.isinf(weight):
+            raise UsageError(
+                f"step.backward(weight={weight!r}): the weight is the number of items that the loss is a mean of, at least 0."
+            )
+        return weight
+
+    def all_rows(self, fn: Callable[..., Any]) -> Any:
+        """fn's rows for the whole global batch, in sample order. Every rank must call it, outside the inner loop.
+
+        fn gets a micro-batch as the inner loop would, unpacked when it takes as many arguments as the micro-batch has
+        parts, and returns a tensor of shape (samples, ...) or a tuple of such. The backward of what comes back re-runs
+        fn per micro-batch with the same random numbers, so that memory is that of one micro-batch
+        (Gao et al., "Scaling Deep Contrastive Learning Batch Size under Memory Limited Setup", 2021).
+        """
+        self._begin_pass()
+        try:
+            return gather_rows(self._run, self, fn, self._batches)
+        finally:
+            self._current = None
+            seeds.set_generators(seeds.OUTSIDE, self._run._seed, self.index, self._pass + 1)
+
+    def reduce(self, optimizer: torch.optim.Optimizer | None = None) -> None:
+        """Makes `param.grad` final: averaged, unscaled, equal on all ranks. Every rank must call it; update() follows."""
+        for trained in self._run._choose(optimizer, "step.reduce"):
+            table, factor = self._reduce(trained)
+            scale_gradients(trained.reducer.gradients(), factor)
+            self._reduced[id(trained)] = table, 1.0
+
+    def _reduce(self, trained: Trained) -> tuple[Table, float]:
+        if id(trained) in self._reduced:
+            return self._reduced[id(trained)]
+        run = self._run
+        stray = trained.reducer.stray
+        if stray is not None:
+            raise UsageError(
+                f"loss.backward() at {stray} went past step.backward(loss), so its gradients would not be averaged as "
+                f"the step's are. Write step.backward(loss) there: {stray.source}"
+            )
+        if not self._backwards and self._pass < 0:
+            raise UsageError(
+                f"step.update() of step {self.index} came before any backward. Iterate the step and call "
+                "step.backward(loss) for its micro-batches first."
+            )
+        call = (self.index * 64 + self._updates * 8 + run._trained.index(trained)) % (1 << 24)
+        table = trained.reducer.reduce(call, run._stop_asked, self._name())
+        run._buffers.combine(self._name())
+        run._stop_agreed |= table.stop
+        factor = trained.reducer.final_factor(table) / run._loss_scale.value if table.counted else 1.0
+        self._reduced[id(trained)] = table, factor
+        return table, factor
+
+    def update(self, optimizer: torch.optim.Optimizer | None = None) -> None:
+        """Reduces, clips, steps, clears gradients, schedules, logs, saves. Every rank must call it.
+
+        optimizer: only that one, where several were prepared; may be called several times in a step.
+        Raises UsageError for gradients that came past step.backward and for an update before any backward.
+        """
+        for trained in self._run._choose(optimizer, "step.update"):
+            self._update(trained)
+        self._run._after_update(self)
+
+    def _update(self, trained: Trained) -> None:
+        run = self._run
+        table, factor = self._reduce(trained)
+        del self._reduced[id(trained)]
+        trained.new_passes.add(self._pass)
+        if not table.counted:
+            self.skipped = True
+            run._observer.say("a step had no micro-batch with a backward on any rank: skipped (said once)")
+        else:
+            gradients = trained.reducer.gradients()
+            norm = gradient_norm(gradients) * factor
+            finite = math.isfinite(norm)
+            self.loss = sum(loss / weight for loss, weight in zip(table.losses, table.weights) if weight)
+            self.grad_norm, self.skipped = norm, not finite
+            if finite:
+                if run._clip_value is not None:
+                    scale_gradients(gradients, factor)
+                    clamp_gradients(gradients, run._clip_value)
+                    factor = 1.0
+                step_optimizer(trained, factor * clip_coefficient(norm, run._clip_norm))
+            run._note_finite(self, finite)
+            if run._next_reference is None and table.weights[0]:
+                run._next_reference = table.weights[0] / table.counted if table.given else run._slots.micro_batch
+                if not table.given:
+                    self.num_samples = table.weights[0]
+        trained.reducer.finish()
+        self._updates += 1
+        trained.updates += 1
+
+    @property
+    def num_passes(self) -> int:
+        return self._pass + 1
+
+    # -- for the loop
+
+    def advance_position(self) -> None:
+        """The run stands behind this step."""
+        self._run._position.next_index = self.index + 1
+        self._position.taken += 1
+        if self.ends_epoch:
+            self._position.epoch, self._position.step = self.epoch + 1, 0
+        else:
+            self._position.step += 1
+
+    def end(self) -> None:
+        """The loop goes on: ends what no update ended, and learns the pattern of updates for the next step."""
+        run = self._run
+        for trained in run._trained:
+            trained.reducer.flush(self._name("the step after"))
+            trained.reducer.finish()
+            trained.learn_pattern()
+        run._finish_step(self)
+        run._usual_updates = self.update_calls
+        if run._next_reference is not None:
+            run._reference, run._next_reference = run._next_reference, None
+
+
+def check_loss(loss: object) -> None:
+    """Raises UsageError for what has no backward."""
+    if not isinstance(loss, Tensor):
+        raise UsageError(f"step.backward got a {type(loss).__name__}; it takes the loss, a tensor of shape ().")
+    if loss.numel() != 1:
+        raise UsageError(
+            f"step.backward got a loss of shape {tuple(loss.shape)}; it has to be a scalar, a mean over the samples: loss.mean()."
+        )
+    if not loss.requires_grad:
+        raise UsageError(
+            "step.backward got a loss without a graph: it depends on no parameter that requires a gradient. Compute it "
+            "from the model's output outside torch.no_grad(), or pass weight=0 when this micro-batch has nothing to say."
+        )

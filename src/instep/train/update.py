@@ -1,0 +1,142 @@
+"""One optimizer's update: the gradient norm, clipping, the step itself, and what hangs on an optimizer."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from instep.errors import UsageError
+from instep.train.reduce.reducer import SMALL_BYTES, Reducer
+
+
+@dataclass
+class Scheduler:
+    """A learning-rate scheduler. every: "step", "epoch" or "value" (ReduceLROnPlateau, through run.schedule)."""
+
+    scheduler: Any
+    every: str
+    count: int = 0  # of our calls of scheduler.step, to notice the user's own
+
+    def advance(self, *args: float) -> None:
+        self.check()
+        self.scheduler.step(*args)
+        self.count = self.scheduler.last_epoch
+
+    def check(self) -> None:
+        if self.scheduler.last_epoch != self.count:
+            raise UsageError(
+                f"{type(self.scheduler).__name__}.step() was called by the script as well: step.update() calls it once per "
+                f"{self.every}. Take the call out of the script, or do not give the scheduler to run.prepare."
+            )
+
+
+@dataclass
+class Trained:
+    """An optimizer that `run.prepare` took, with its reducer and schedulers."""
+
+    optimizer: torch.optim.Optimizer
+    reducer: Reducer
+    ordered: list[nn.Parameter]  # rank 0's order
+    schedulers: list[Scheduler] = field(default_factory=list)
+    updating: bool = False
+    passes: frozenset[int] = frozenset()  # of the step before: after which passes an update came
+    new_passes: set[int] = field(default_factory=set)
+    updates: int = 0  # in this step
+    guard: Any = None
+
+    def parameters(self) -> list[nn.Parameter]:
+        """All of them, in an order that is the same on all ranks; new ones (add_param_group) at the end."""
+        groups = self.optimizer.param_groups
+        if sum(len(group["params"]) for group in groups) != len(self.ordered):
+            known = {id(p) for p in self.ordered}
+            here = [p for group in groups for p in group["params"]]
+            kept = {id(p) for p in here}
+            self.ordered = [p for p in self.ordered if id(p) in kept] + [p for p in here if id(p) not in known]
+        return self.ordered
+
+    def learn_pattern(self) -> None:
+        self.passes, self.new_passes = frozenset(self.new_passes), set()
+
+    def schedule(self, step: Any) -> None:
+        """Once per step that was not skipped, and once per epoch."""
+        for scheduler in self.schedulers:
+            scheduler.check()
+            if (scheduler.every == "step" and not step.skipped) or (scheduler.every == "epoch" and step.ends_epoch):
+                scheduler.advance()
+
+    def close(self) -> None:
+        self.reducer.finish()
+        self.reducer.close()
+        if self.guard is not None:
+            self.guard.remove()
+
+    def guard_step(self) -> None:
+        """Makes `optimizer.step()` from the script an error, since it would step with local gradients."""
+
+        def check(optimizer: Any, args: Any, kwargs: Any) -> None:
+            if not self.updating:
+                raise UsageError(
+                    f"{type(self.optimizer).__name__}.step() was called by the script. step.update() does it, after the "
+                    "gradients are averaged over ranks; take the call out."
+                )
+
+        self.guard = self.optimizer.register_step_pre_hook(check)
+
+
+def gradient_norm(gradients: Iterable[Tensor]) -> float:
+    """The 2-norm over all of them; not finite when any element is not (or when the norm is beyond fp32)."""
+    squares = 0.0
+    for gradient in gradients:
+        norm = torch.linalg.vector_norm(gradient, dtype=torch.float32 if gradient.element_size() < 4 else None)
+        squares += float(norm) ** 2
+    return math.sqrt(squares) if math.isfinite(squares) else squares
+
+
+def clip_coefficient(norm: float, clip_norm: float | None) -> float:
+    """As torch.nn.utils.clip_grad_norm_."""
+    return 1.0 if clip_norm is None else min(1.0, clip_norm / (norm + 1e-6))
+
+
+def scale_gradients(gradients: Sequence[Tensor], factor: float) -> None:
+    if factor != 1.0:
+        for gradient in gradients:
+            gradient.mul_(factor)
+
+
+def clamp_gradients(gradients: Sequence[Tensor], clip_value: float | None) -> None:
+    if clip_value is not None:
+        for gradient in gradients:
+            gradient.clamp_(-clip_value, clip_value)
+
+
+def step_optimizer(trained: Trained, factor: float) -> None:
+    """Steps with gradients times `factor`; a fused optimizer multiplies while it reads them."""
+    optimizer, gradients = trained.optimizer, trained.reducer.gradients()
+    trained.updating = True
+    try:
+        if factor != 1.0 and _scales_itself(optimizer, gradients):
+            optimizer.grad_scale = torch.full((), 1.0 / factor, device=gradients[0].device)  # type: ignore[attr-defined]
+            optimizer.found_inf = torch.zeros((), device=gradients[0].device)  # type: ignore[attr-defined]
+            try:
+                optimizer.step()
+            finally:
+                del optimizer.grad_scale, optimizer.found_inf  # type: ignore[attr-defined]
+        else:
+            scale_gradients(gradients, factor)
+            optimizer.step()
+    finally:
+        trained.updating = False
+
+
+def _scales_itself(optimizer: torch.optim.Optimizer, gradients: Sequence[Tensor]) -> bool:
+    """The seam that torch.amp.GradScaler uses. Not worth it for gradients in cache, and fp32 only: the scale is fp32."""
+    return (
+        getattr(optimizer, "_step_supports_amp_scaling", False)
+        and all(gradient.dtype == torch.float32 for gradient in gradients)
+        and sum(gradient.numel() * 4 for gradient in gradients) > SMALL_BYTES
+    )
