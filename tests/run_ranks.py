@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["torch", "torch.distributed"])
+_context.set_forkserver_preload(["torch", "torch.distributed", "torch._dynamo"])  # the first optimizer imports dynamo
 
 
 def run_ranks(function: Callable[..., Any], size: int, *arguments: Any, timeout_seconds: float = 60) -> list[Any]:
