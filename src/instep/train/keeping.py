@@ -3,40 +3,163 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from instep.errors import UsageError
-from instep.records.parallel import read_parallel
+from instep.errors import CheckpointError, UsageError
+from instep.train.checkpoint.encode import decode_state, encode_state, tensor_names
+from instep.train.checkpoint.saved import Saved
+from instep.train.checkpoint.state import capture
+from instep.train.checkpoint.state import restore as restore_state
+from instep.train.checkpoint.store import Checkpoints
+from instep.train.position import Position
 
 if TYPE_CHECKING:
     from instep.train.run import Run
 
 
-def check_parallel(parallel: Any) -> None:
-    read_parallel(parallel)
-
-
-def open_checkpoints(run: Run) -> Any:
-    return None
+def open_checkpoints(run: Run) -> Checkpoints | None:
+    """Takes the run directory, which another living run may not have."""
+    arguments, world = run._arguments, run._entered()
+    if arguments.dir is None:
+        return None
+    return Checkpoints(arguments.dir, world, keep=arguments.keep, say=run._observer.say)
 
 
 def close_checkpoints(run: Run, failed: bool) -> None:
-    return None
+    """Waits for the last save; after a failure only for what still can finish."""
+    assert run._checkpoints is not None
+    if failed:
+        run._checkpoints.abandon()
+    else:
+        run._checkpoints.close()
+
+
+def _parts(run: Run) -> tuple[dict[str, nn.Module], dict[str, Any]]:
+    models = {str(number): model for number, model in enumerate(run._models)}
+    optimizers = {str(number): trained.optimizer for number, trained in enumerate(run._trained)}
+    return models, optimizers
 
 
 def save(run: Run, metric: float | None, best: str | None) -> None:
-    raise UsageError("run.save needs a place: Run(dir=...).")
+    checkpoints = _need_directory(run, "run.save")
+    if best not in (None, "max", "min"):
+        raise UsageError(f"run.save(best={best!r}): best is 'max' or 'min', by the metric.")
+    if best is not None and metric is None:
+        raise UsageError(f"run.save(best={best!r}) needs the metric that it goes by: run.save(metric=value, best={best!r}).")
+    if run._step is not None and run._step.update_calls:
+        run._finish_step(run._step)
+    run._observer.flush()
+    tensors, training = capture(*_parts(run))
+    more, values = encode_state(
+        {
+            "position": run._position.as_json(),
+            "loss_scale": run._loss_scale.state_dict(),
+            "reference": run._reference if run._next_reference is None else run._next_reference,
+            "schedulers": [[s.scheduler.state_dict() for s in trained.schedulers] for trained in run._trained],
+            "state": run.state,
+            "arguments": run._arguments.as_json(),
+        },
+        "run",
+    )
+    own_tensors, streams = encode_state(_stream_states(run), "streams")
+    checkpoints.save(
+        {**tensors, **more, **own_tensors},
+        {"training": training, "run": values},
+        step=run._position.next_index,
+        metric=metric,
+        best=best,  # type: ignore[arg-type]  # checked above
+        own_values={"streams": streams},
+    )
+
+
+def _stream_states(run: Run) -> dict[str, Any]:
+    states = run._epoch.stream_states() if run._epoch is not None else None
+    return {str(slot): state for slot, state in (states or {}).items()}
 
 
 def restore(run: Run, path: str | os.PathLike[str]) -> bool:
-    return False
+    if str(path) == "latest" and run._checkpoints is None:
+        return False
+    checkpoints = _need_directory(run, f"run.restore({str(path)!r})")
+    if str(path) == "latest" and checkpoints.newest_good() is None:
+        return False
+    saved = checkpoints.open(path if str(path) == "latest" else Path(path))
+    _compare_arguments(run, saved)
+    restore_state(saved, saved.values["training"], *_parts(run))
+    values = _decode(saved, saved.values["run"])
+    _restore_schedulers(run, values["schedulers"])
+    run._position = Position.from_json(values["position"])
+    run._loss_scale.load_state_dict(values["loss_scale"])
+    run._reference, run._next_reference = values["reference"], None
+    run.state.clear()
+    run.state.update(values["state"])
+    streams = _decode(saved, saved.values.get("streams", {}))
+    if streams:
+        last = next(loop for loop in reversed(run._position.loops) if not loop.done)
+        last.streams = {int(slot): state for slot, state in streams.items()}
+    run._observer.rewind(run._position.next_index)
+    run._observer.say(f"continues after step {run._position.next_index - 1}, from {saved.path}")
+    return True
+
+
+def _decode(saved: Saved, values: Any) -> Any:
+    wanted = set(tensor_names(values))
+    tensors = {name: tensor for name, tensor in saved.load_all().items() if name in wanted} if wanted else {}
+    return decode_state(values, tensors)
+
+
+def _restore_schedulers(run: Run, kept: list[list[Any]]) -> None:
+    here = [len(trained.schedulers) for trained in run._trained]
+    if here != [len(states) for states in kept]:
+        raise CheckpointError(
+            f"the checkpoint does not fit: it has {sum(map(len, kept))} schedulers, this run {sum(here)}. Give "
+            "run.prepare the same schedulers as when it was saved."
+        )
+    for trained, states in zip(run._trained, kept):
+        for scheduler, state in zip(trained.schedulers, states):
+            scheduler.scheduler.load_state_dict(state)
+            scheduler.count = scheduler.scheduler.last_epoch
+
+
+def _compare_arguments(run: Run, saved: Saved) -> None:
+    then, now = saved.values["run"]["arguments"], run._arguments.as_json()
+    if then["micro_batch"] != now["micro_batch"]:
+        run._observer.say(
+            f"the checkpoint was made with micro_batch={then['micro_batch']}, this run has {now['micro_batch']}: dropout masks "
+            "and batch statistics change from here"
+        )
+    if then["global_batch"] != now["global_batch"]:
+        run._observer.say(
+            f"the checkpoint was made with global_batch={then['global_batch']}, this run has {now['global_batch']}: "
+            "step numbers mean other samples from here"
+        )
 
 
 def load_weights(run: Run, path: str | os.PathLike[str], model: nn.Module | None, strict: bool) -> None:
-    raise NotImplementedError
+    from instep.train.checkpoint.interchange import load_weights as load
+
+    run._meet("run.load_weights", None)
+    load(_which(run, model, "run.load_weights"), path, strict=strict)
 
 
 def export_weights(run: Run, path: str | os.PathLike[str], model: nn.Module | None) -> None:
-    raise NotImplementedError
+    from instep.train.checkpoint.interchange import export
+
+    export(_which(run, model, "run.export"), path, run._entered())
+
+
+def _which(run: Run, model: nn.Module | None, what: str) -> nn.Module:
+    if model is not None:
+        return model
+    if len(run._models) != 1:
+        raise UsageError(f"{what} needs model=: this run has prepared {len(run._models)} models, not one.")
+    return run._models[0]
+
+
+def _need_directory(run: Run, what: str) -> Checkpoints:
+    if run._checkpoints is None:
+        raise UsageError(f"{what} needs a place for checkpoints: give Run a dir, as Run(dir='runs/mine').")
+    return run._checkpoints

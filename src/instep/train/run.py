@@ -14,11 +14,12 @@ from torch import nn
 
 from instep import settings
 from instep.errors import RanksDisagree, UsageError
-from instep.records.run_dir import RunDir
+from instep.records.parallel import read_parallel
 from instep.train import keeping, seeds
 from instep.train.arguments import Arguments, read_arguments
 from instep.train.buffers import Buffers
-from instep.train.data.loader import Loader, build_loader
+from instep.train.checkpoint.store import Checkpoints
+from instep.train.data.loader import Epoch, Loader, build_loader
 from instep.train.evaluate import evaluation_batches
 from instep.train.loop import loop_steps
 from instep.train.observe.observer import Observer
@@ -104,14 +105,14 @@ class Run:
     def _begin(self, arguments: Arguments, world: World) -> None:
         self._slots = plan_slots(arguments.global_batch, arguments.micro_batch, world.rank, world.size)
         agree_on_arguments(arguments, world)
-        self._directory = RunDir(arguments.dir) if arguments.dir is not None else None
-        self._checkpoints = keeping.open_checkpoints(self)
         self._observer = Observer(
             directory=arguments.dir,
             is_main=world.is_main,
             arguments=arguments.as_json(),
             trackers=(),
         )
+        self._checkpoints: Checkpoints | None = None
+        self._checkpoints = keeping.open_checkpoints(self)
         self._seed = arguments.seed
         self._dtype = read_precision(arguments.precision)
         self._loss_scale = LossScale(arguments.precision == "fp16")
@@ -124,6 +125,7 @@ class Run:
         self._position = Position()
         self._calls = 0  # of run.steps
         self._step: Step | None = None
+        self._epoch: Epoch | None = None
         self._usual_updates = 0
         self._reference: float | None = None  # the weight that has factor 1, from the step before
         self._next_reference: float | None = None
@@ -211,7 +213,7 @@ class Run:
         """
         world = self._entered()
         if parallel is not None:
-            keeping.check_parallel(parallel)
+            read_parallel(parallel)
         if schedule_every not in EVERY:
             raise UsageError(f"schedule_every={schedule_every!r} is not possible. Allowed: 'step', 'epoch'.")
         if scheduler is not None and optimizer is None:
