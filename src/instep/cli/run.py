@@ -2,72 +2,198 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import sys
+import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
-from instep.errors import InstepError, UsageError
-from instep.launch import linux
-from instep.launch.group_state import GroupState
-from instep.launch.local import make_placer, open_store, start_store
+import instep
+from instep.errors import UsageError
+from instep.launch.help import HELP
+from instep.launch.launch import BrokenTorch, Outcome, count_devices, launch
+from instep.launch.meeting import read_nodes
 from instep.launch.options import Parsed, parse
-from instep.launch.spawn import Zygote
-from instep.launch.watch import Hooks, Watch
-from instep.launch.worker_env import choose_threads
-from instep.records.choice import Choice
+from instep.launch.watch import Hooks
+from instep.overrides import read_override
+from instep.records.finding import Finding
 from instep.records.launch_spec import LaunchSpec, Program
 from instep.records.run_dir import RunDir, write_json
+from instep.report.terminal import format_findings
+from instep.settings import read_setting
+
+# Families of findings that explain why a rank ended; one of them makes the launcher's own finding needless.
+_EXPLAIN_AN_END = ("crash", "memory", "hang", "numbers", "nonfinite", "startup", "storage")
 
 
 def run(argv: list[str]) -> int:
+    parsed = parse(argv)
+    if parsed.ours["help"]:
+        print(HELP, end="")
+        return 0
+    if parsed.program is None:
+        raise UsageError("no script was given. Write it after the options, as in `instep run -n 2 train.py`.")
+    _check_program(parsed.program)
     try:
-        parsed = parse(argv)
-        if parsed.ours["help"]:
-            print("instep run [options] script.py [args]")
-            return 0
-        if parsed.program is None:
-            raise UsageError("no script was given. Write it after the options, as in `instep run -n 2 train.py`.")
-        return launch(parsed, parsed.program)
-    except InstepError as error:
-        print(f"instep run: {error}", file=sys.stderr)
-        return error.exit_code
-
-
-def launch(parsed: Parsed, program: Program) -> int:
-    num_ranks = int(parsed.torch["nproc_per_node"])
-    run_dir = make_run_dir(parsed.ours["run_dir"], program)
-    spec = LaunchSpec(program, num_ranks, str(run_dir.root), parsed.torch)
-    write_json(run_dir.launch, spec.as_json())
-    environ = dict(os.environ)
-    threads = choose_threads(num_ranks, environ)
-    if threads is not None:
-        environ["OMP_NUM_THREADS"] = str(threads)
-    linux.adopt_orphans()
-    server, address = open_store(parsed.torch)
-    zygote = Zygote("fork", program, environ)
-    answer = zygote.hear()
-    if answer["answer"] == "broken":
-        print(answer["text"], file=sys.stderr)
+        spec = make_spec(parsed, parsed.program)
+        outcome = launch(spec, parsed.words, make_hooks(spec), say)
+    except BrokenTorch as error:
+        print(error, file=sys.stderr, end="")
+        say("torch cannot be imported, so no rank was started; `instep check` looks into it")
         return 1
-    log = os.open(run_dir.root / "agent.log", os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
-    store = start_store(zygote, server, log, num_ranks)
-    os.close(log)
-    watch = Watch(spec, zygote, make_placer(spec, address), Hooks())
-    watch.helper_keys["store"] = None
-    code = watch.run()
-    store.close()
-    zygote.close()
-    for rank in watch.group.ranks:
-        if rank.error:
-            print(rank.error["text"], file=sys.stderr, end="")
-    return code
+    report(spec, outcome)
+    return outcome.code
+
+
+def say(text: str) -> None:
+    """A line of the launcher itself."""
+    print("\n".join(f"instep: {line}" for line in text.splitlines()), file=sys.stderr, flush=True)
+
+
+def make_spec(parsed: Parsed, program: Program) -> LaunchSpec:
+    """Everything that a launch needs to know, checked; the run directory is made. Raises UsageError."""
+    ours = parsed.ours
+    read_nodes(parsed.torch["nnodes"])
+    overrides = read_setting("set").value | read_overrides(ours["set"])
+    switches = {name: read_setting(name, ours[name]).value for name in ("stall_after", "on_stall")}
+    profile = read_profile(ours["profile"])
+    num_ranks = count_ranks(parsed.torch["nproc_per_node"], program)
+    run_dir = make_run_dir(ours["run_dir"], program)
+    spec = LaunchSpec(
+        program=program,
+        num_local_ranks=num_ranks,
+        run_dir=str(run_dir.root),
+        torch_options=parsed.torch,
+        overrides=overrides,
+        watch=read_setting("watch", False if ours["no_watch"] else None).value,
+        stall_after_seconds=switches["stall_after"],
+        on_stall=switches["on_stall"],
+        profile=profile,
+        quiet_ranks=read_setting("quiet_ranks", ours["quiet_ranks"] or None).value,
+        fork=read_setting("fork", False if ours["no_fork"] else None).value,
+    )
+    write_json(run_dir.launch, spec.as_json() | _circumstances(parsed))
+    return spec
+
+
+def _circumstances(parsed: Parsed) -> dict[str, Any]:
+    """What launch.json tells beside the request: when, where, with which versions."""
+    torch = importlib.util.find_spec("torch")
+    version = Path(torch.origin).with_name("version.py") if torch and torch.origin else None
+    lines = version.read_text(encoding="utf-8").splitlines() if version and version.is_file() else []
+    found = next((line.split("=")[1].strip(" '\"") for line in lines if line.startswith("__version__")), None)
+    return {
+        "started_at": time.time(),
+        "command": sys.argv,
+        "torchrun_words": list(parsed.words),
+        "folder": os.getcwd(),
+        "host": os.uname().nodename,
+        "versions": {"instep": instep.__version__, "torch": found, "python": sys.version.split()[0]},
+    }
+
+
+def _check_program(program: Program) -> None:
+    if program.kind in ("script", "run_path") and not os.path.exists(program.target):
+        near = f" (looked in {os.getcwd()})" if not os.path.isabs(program.target) else ""
+        raise UsageError(f"there is no script {program.target!r}{near}. Check the path; for a module use -m.")
+
+
+def count_ranks(text: str, program: Program) -> int:
+    try:
+        count = int(text)
+    except ValueError:
+        return count_devices(text, say, program)
+    if count < 1:
+        raise UsageError(f"-n {text} starts no rank. Allowed: 1 or more, auto, cpu, gpu, xpu.")
+    return count
+
+
+def read_overrides(words: list[str]) -> dict[str, str]:
+    """`--set name=value`, several times. Raises UsageError for a name or a value that instep.Run cannot take."""
+    found: dict[str, str] = {}
+    for word in words:
+        name, equals, value = word.partition("=")
+        if not equals:
+            raise UsageError(f"--set {word}: write it as NAME=VALUE, as in --set micro_batch=4.")
+        read_override(name, value)
+        found[name] = value
+    return found
+
+
+def read_profile(text: str | None) -> tuple[int, int] | None:
+    if text is None:
+        return None
+    first, colon, last = text.partition(":")
+    if not (colon and first.isdecimal() and last.isdecimal() and int(first) <= int(last)):
+        raise UsageError(f"--profile has to be FIRST:LAST, two steps in order, as in 10:20, but is {text!r}.")
+    return int(first), int(last)
 
 
 def make_run_dir(wanted: str | None, program: Program) -> RunDir:
-    root = Path(wanted or f"runs/{program.short_name}-{time.strftime('%Y%m%d-%H%M%S')}").absolute()
-    root.mkdir(parents=True, exist_ok=True)
-    return RunDir(root)
+    """The folder of this run, made. Where it cannot be written, a temporary one, said in one line."""
+    chosen = read_setting("run_dir", wanted).value
+    name = f"{program.short_name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    try:
+        return RunDir(_make_folder(Path(chosen)) if chosen else _make_new_folder(Path("runs"), name))
+    except OSError as error:
+        root = Path(tempfile.mkdtemp(prefix=f"instep-{name}-"))
+        say(f"{error.filename} cannot be written ({error.strerror}); this run's files are in {root}")
+        return RunDir(root)
 
 
-__all__ = ["Choice", "GroupState", "run"]
+def _make_folder(path: Path) -> Path:
+    path.mkdir(parents=True, exist_ok=True)
+    tempfile.TemporaryFile(dir=path).close()  # a folder may exist and yet not be writable
+    return path.absolute()
+
+
+def _make_new_folder(parent: Path, name: str) -> Path:
+    """A folder of its own for each run, also for two that start in the same second."""
+    parent.mkdir(parents=True, exist_ok=True)
+    for number in range(1000):
+        path = parent / (f"{name}-{number}" if number else name)
+        try:
+            path.mkdir()
+        except FileExistsError:
+            continue
+        return path.absolute()
+    raise OSError(0, "a thousand runs have this name", str(parent / name))
+
+
+def make_hooks(spec: LaunchSpec) -> Hooks:
+    """What diagnosis does while ranks run, where it is there."""
+    return Hooks()
+
+
+def find_diagnosis() -> Callable[[Path], list[Finding]] | None:
+    if importlib.util.find_spec("instep.diagnose.engine") is None:
+        return None
+    from instep.diagnose.engine import diagnose
+
+    return diagnose
+
+
+def report(spec: LaunchSpec, outcome: Outcome) -> None:
+    """The last words: the failing rank's own, then the findings, which are kept in findings.json too."""
+    diagnose = find_diagnosis() if spec.watch else None
+    run_dir = RunDir(Path(spec.run_dir))
+    findings = list(diagnose(run_dir.root)) if diagnose is not None else []
+    explained = any(finding.id.split("/")[0] in _EXPLAIN_AN_END for finding in findings)
+    own = [outcome.crash] if outcome.crash is not None and not explained else []
+    write_json(run_dir.findings, [finding.as_json() for finding in [*own, *findings]])
+    # An exception has said all in its own words above.
+    printed = [finding for finding in [*own, *findings] if finding.id != "crash/exception"]
+    text = outcome.failure_text + format_findings(printed)
+    if text:
+        sys.stderr.write(text)
+        sys.stderr.flush()
+    if outcome.code != 0:
+        say(f"exit code {outcome.code}; logs of all ranks are in {_short(run_dir.root)}")
+
+
+def _short(path: Path) -> str:
+    shown = os.path.relpath(path)
+    return str(path) if shown.startswith("..") else shown

@@ -49,15 +49,19 @@ def describe_exit(exit_code: int) -> str:
     """`exit code 3`, or the signal in words."""
     if exit_code >= 0:
         return f"ended with exit code {exit_code}"
-    try:
-        name = signal.Signals(-exit_code).name
-    except ValueError:
-        return f"was ended by signal {-exit_code}"
+    name = signal_name(-exit_code)
     return (
         f"was {_SIGNALS[name]}"
         if name in ("SIGKILL", "SIGTERM", "SIGINT")
         else _SIGNALS.get(name, f"was ended by {name}")
     )
+
+
+def signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # a real-time signal
+        return f"signal {number}"
 
 
 def is_consequence(error: dict[str, Any] | None) -> bool:

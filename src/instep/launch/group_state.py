@@ -7,12 +7,13 @@ from typing import Any, Literal
 
 from instep.records.launch_spec import RankPlace
 
-StopReason = Literal["failed", "interrupted", "terminated", "stalled", "agent", "launcher"]
+StopReason = Literal["failed", "interrupted", "terminated", "stalled", "asked", "lost"]
 
 
 @dataclass
 class RankState:
-    """error: what the rank told of its exception (worker_entry.describe); exit_code: negative for a signal."""
+    """error: what the rank told of its exception (worker_entry.describe); exit_site: where it called sys.exit;
+    exit_code: negative for a signal; times are seconds since the epoch."""
 
     place: RankPlace
     key: str
@@ -21,7 +22,8 @@ class RankState:
     ended_at: float | None = None
     peak_bytes: int = 0
     error: dict[str, Any] | None = None
-    error_at: float | None = None
+    exit_site: dict[str, Any] | None = None
+    announced: bool = False
 
     @property
     def alive(self) -> bool:
@@ -31,27 +33,46 @@ class RankState:
     def failed(self) -> bool:
         return self.exit_code not in (None, 0)
 
+    @property
+    def failed_at(self) -> float:
+        """When it went wrong: its exception if it told of one, else its end."""
+        return self.error["time"] if self.error is not None else self.ended_at or 0.0
+
 
 @dataclass
 class Stop:
-    """An end that was asked for. sent: the signals that went out already."""
+    """An end that was asked for. sent: the signals that went out already; hurry: no grace any more."""
 
     reason: StopReason
     since: float
     sent: list[int] = field(default_factory=list[int])
     signal: int | None = None
+    grace_seconds: float | None = None
     hurry: bool = False
 
 
 @dataclass
+class AgentState:
+    """torch's agent, where there is one. asked_at: when it began to meet the other nodes; told: whether it knows of
+    the ranks' end; end: how its own work ended."""
+
+    asked_at: float
+    running: bool = False
+    told: bool = False
+    end: Literal["done", "failed", "lost"] | None = None
+    message: str = ""
+
+
+@dataclass
 class GroupState:
-    """restarts_left: how often the whole group may be started again after a failure."""
+    """restarts_left: how often the whole group may be started again here; with an agent that is the agent's matter."""
 
     ranks: list[RankState]
     restart: int = 0
     restarts_left: int = 0
     stop: Stop | None = None
     shutdown_seconds: float | None = None
+    agent: AgentState | None = None
 
     @property
     def living(self) -> list[RankState]:
@@ -59,6 +80,5 @@ class GroupState:
 
     @property
     def failures(self) -> list[RankState]:
-        """Ranks that did not end well by themselves, the first to end first."""
-        failed = [rank for rank in self.ranks if rank.failed]
-        return sorted(failed, key=lambda rank: rank.ended_at or 0.0)
+        """Ranks that did not end well, the first to fail first."""
+        return sorted((rank for rank in self.ranks if rank.failed), key=lambda rank: rank.failed_at)

@@ -1,35 +1,37 @@
-"""A run on this machine alone: ranks, their addresses and the store in which they meet, without torch's agent."""
+"""A run on this machine alone: its ranks, their address and the store in which they meet, without torch's agent."""
 
 from __future__ import annotations
 
 import os
 import socket
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 from instep.errors import UsageError
 from instep.launch.channel import open_channel
+from instep.launch.logs import plan_logs
 from instep.launch.spawn import Zygote, listen
-from instep.launch.watch import PlaceRanks
 from instep.launch.worker_env import local_variables, our_variables
 from instep.records.launch_spec import LaunchSpec, RankPlace
+from instep.records.run_dir import RunDir
 
 
 def needs_agent(options: Mapping[str, Any], environ: Mapping[str, str]) -> bool:
     """Whether only torch's elastic agent can do what is asked: several nodes, or a rendezvous of the user's choice."""
-    most_nodes = str(options["nnodes"]).rpartition(":")[2]
-    if options["standalone"]:
-        return options["logs_specs"] is not None or options["event_log_handler"] != "null"
-    return (
-        most_nodes != "1"
-        or options["rdzv_backend"] != "static"
-        or bool(options["rdzv_endpoint"] or options["rdzv_conf"])
-        or options["logs_specs"] is not None
+    if (
+        options["logs_specs"] is not None
         or options["event_log_handler"] != "null"
         or environ.get("TORCHELASTIC_ENABLE_FILE_TIMER") == "1"
         or "TORCHELASTIC_HEALTH_CHECK_PORT" in environ
-    )
+    ):
+        return True
+    if options["standalone"]:
+        return False
+    most_nodes = str(options["nnodes"]).rpartition(":")[2]
+    chosen = options["rdzv_backend"] != "static" or bool(options["rdzv_endpoint"] or options["rdzv_conf"])
+    return most_nodes != "1" or chosen
 
 
 def open_store(options: Mapping[str, Any]) -> tuple[socket.socket, tuple[str, int]]:
@@ -39,7 +41,7 @@ def open_store(options: Mapping[str, Any]) -> tuple[socket.socket, tuple[str, in
         return server, ("localhost", server.getsockname()[1])
     host, port = options["master_addr"], options["master_port"]
     try:
-        return listen("0.0.0.0" if host not in ("localhost", "127.0.0.1") else "127.0.0.1", port), (host, port)
+        return listen("127.0.0.1" if host in ("localhost", "127.0.0.1") else "0.0.0.0", port), (host, port)
     except (OSError, OverflowError) as error:
         raise UsageError(
             f"--master-port {port} cannot be used on this machine: {getattr(error, 'strerror', None) or error}. "
@@ -55,32 +57,26 @@ def start_store(zygote: Zygote, server: socket.socket, log: int, num_ranks: int)
     return ours
 
 
-def make_placer(spec: LaunchSpec, address: tuple[str, int]) -> PlaceRanks:
+def make_placer(spec: LaunchSpec, address: tuple[str, int]) -> Callable[[int], list[RankPlace]]:
     """How the ranks of each attempt are described."""
-    run_id = _run_id(spec.torch_options)
+    options = spec.torch_options
+    run_id = str(uuid.uuid4()) if options["standalone"] or options["master_port"] is None else options["rdzv_id"]
+    run_dir = RunDir(Path(spec.run_dir))
+    logs = plan_logs(options, spec.num_local_ranks, run_id, str(run_dir.torch_logs))
 
-    def place(restart: int) -> list[RankPlace]:
-        return [_place(spec, address, run_id, restart, local_rank) for local_rank in range(spec.num_local_ranks)]
+    def place(restart: int, local_rank: int) -> RankPlace:
+        files = logs.files(local_rank, restart)
+        files.setdefault("error_file", str(run_dir.rank(local_rank).torch_error))
+        variables = local_variables(
+            options,
+            local_rank=local_rank,
+            num_ranks=spec.num_local_ranks,
+            address=address,
+            run_id=run_id,
+            restart=restart,
+            environ=os.environ,
+        )
+        variables |= our_variables(spec.run_dir, spec.overrides) | {"TORCHELASTIC_ERROR_FILE": files["error_file"]}
+        return RankPlace(local_rank, local_rank, variables, **files)
 
-    return place
-
-
-def _run_id(options: Mapping[str, Any]) -> str:
-    if options["standalone"] or options["master_port"] is None:
-        return str(uuid.uuid4())
-    return str(options["rdzv_id"])
-
-
-def _place(spec: LaunchSpec, address: tuple[str, int], run_id: str, restart: int, local_rank: int) -> RankPlace:
-    variables = local_variables(
-        spec.torch_options,
-        local_rank=local_rank,
-        num_ranks=spec.num_local_ranks,
-        address=address,
-        run_id=run_id,
-        restart=restart,
-        environ=os.environ,
-    )
-    filter_text = spec.torch_options["local_ranks_filter"]
-    shown = not filter_text or local_rank in {int(part) for part in filter_text.split(",")}
-    return RankPlace(local_rank, local_rank, variables | our_variables(spec.run_dir, spec.overrides), shown=shown)
+    return lambda restart: [place(restart, local_rank) for local_rank in range(spec.num_local_ranks)]

@@ -87,8 +87,8 @@ TORCH_OPTIONS = (
 OUR_OPTIONS = (
     _ours("--set", default=()),
     _ours("--run-dir"),
-    _ours("--stall-after", convert=float, default=30.0),
-    _ours("--on-stall", default="report", choices=("report", "stop")),
+    _ours("--stall-after", convert=float),
+    _ours("--on-stall", choices=("report", "stop")),
     _ours("--no-watch", convert=None, default=False),
     _ours("--no-fork", convert=None, default=False),
     _ours("--profile"),

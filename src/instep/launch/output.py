@@ -27,7 +27,7 @@ class LineAssembler:
         self.changed_at = now
         if b"\r" not in data and b"\r" not in self.pending and not self.bar:
             return self._plain(data)
-        out = []
+        out: list[bytes] = []
         *lines, rest = (self.pending + data).replace(b"\r\n", b"\n").split(b"\n")
         for line in lines:
             text = _last_state(line) if b"\r" in line else line

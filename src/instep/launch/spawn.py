@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import socket
 import subprocess
 import sys
@@ -11,7 +10,7 @@ from dataclasses import asdict
 from typing import Any
 
 from instep.launch import channel
-from instep.records.launch_spec import Program
+from instep.records.launch_spec import LaunchSpec, Program, RankPlace
 
 
 class Zygote:
@@ -47,17 +46,17 @@ class Zygote:
         return self.process.wait()
 
 
-def rank_job(
-    program: Program, variables: dict[str, str], rank_dir: str, watch: bool, probe_options: dict[str, Any], prints: bool
-) -> dict[str, Any]:
+def rank_job(spec: LaunchSpec, place: RankPlace, rank_dir: str, probe_options: dict[str, Any]) -> dict[str, Any]:
     """What `worker_entry.Job` is made from in the rank."""
     return {
-        "program": asdict(program),
-        "variables": variables,
+        "program": asdict(spec.program),
+        "variables": place.variables,
+        "local_rank": place.local_rank,
         "rank_dir": rank_dir,
-        "watch": watch,
+        "watch": spec.watch,
         "probe_options": probe_options,
-        "prints_errors": prints,
+        "prints_errors": bool(place.stderr or place.tee_stderr),
+        "numa_binding": spec.torch_options["numa_binding"],
     }
 
 
@@ -66,6 +65,9 @@ def fresh_command(program: Program, environ: Mapping[str, str]) -> list[str]:
     if program.kind == "command":
         return [program.target, *program.args]
     python = environ.get("PYTHON_EXEC", sys.executable)
+    module = ["-m"] if program.kind == "module" else []
+    if python != sys.executable:  # an interpreter that may know nothing of us
+        return [python, "-u", *module, program.target, *program.args]
     return [python, "-u", "-m", "instep.launch.worker_entry", program.target, *program.args]
 
 
@@ -81,8 +83,3 @@ def listen(host: str, port: int) -> socket.socket:
         server.close()
         raise
     return server
-
-
-def pipe() -> tuple[int, int]:
-    """A pipe (read end, write end), neither inherited by other processes unless passed on."""
-    return os.pipe()

@@ -6,13 +6,13 @@ import datetime
 import os
 import socket
 
-from torch.distributed import TCPStore
+import torch.distributed as dist
 
 
 def host_store(channel_file: int, listening_file: int, world_size: int) -> None:
     """Serves the store on an already listening socket until the launcher closes the channel."""
     port = socket.socket(fileno=os.dup(listening_file)).getsockname()[1]
-    store = TCPStore(
+    store = dist.TCPStore(
         "localhost",
         port,
         world_size,

@@ -1,36 +1,36 @@
-"""The launcher's loop: starts the ranks of this machine, hears and shows them, carries out what `decide` says.
+"""The launcher's loop: has the ranks of this machine started, hears and shows them, carries out what `decide` says.
 
 Runs without torch in the process that the user started, and outlives everything that it watches.
 
 The seam for diagnosis: `Hooks`. `on_tick` is called about five times a second while ranks run, with the group as it
 is known; it may return text to print now and whether to stop the run (as after a proven deadlock). It must not block
-for more than some milliseconds. `probe_options` are passed on to `instep.launch.probe.install(rank_dir, **probe_options)`
-in every rank, before the user's program. Both are handed in by `cli/run.py`, where the parts meet.
+for more than some milliseconds. `probe_options` go to `instep.launch.probe.install(rank_dir, **probe_options)` in
+every rank, before the user's program. Both are handed in by `cli/run.py`, where the parts meet.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import selectors
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from instep.launch import channel
-from instep.launch.console import Console, Stream, open_log
-from instep.launch.decide import BeginStop, Finish, Restart, Send, Wait, decide
+from instep.launch.agent_link import AgentLink
+from instep.launch.console import Console
+from instep.launch.decide import BeginStop, Decision, Finish, Restart, Send, TellAgent, Wait, decide
 from instep.launch.group_state import GroupState, RankState, Stop
-from instep.launch.output import make_prefix
-from instep.launch.spawn import Zygote, fresh_command, pipe, rank_job
+from instep.launch.rank_process import RankStarter
+from instep.launch.spawn import Zygote
 from instep.records.launch_spec import LaunchSpec, RankPlace
-from instep.records.run_dir import RunDir
 
 TICK_SECONDS = 0.2
+ANNOUNCE_SECONDS = 1.5  # after an exception whose process does not end, to show it before the run's end
+SWEEP_GRACE_SECONDS = 1.0  # for processes that ranks have left behind, when the run ended well
 
 
 @dataclass(frozen=True)
@@ -51,28 +51,39 @@ PlaceRanks = Callable[[int], list[RankPlace]]
 
 
 class Watch:
-    """One launch on this machine, from the first rank to the last, restarts included."""
+    """One launch on this machine, from the first rank to the last, restarts included.
 
-    def __init__(self, spec: LaunchSpec, zygote: Zygote, place_ranks: PlaceRanks, hooks: Hooks) -> None:
+    place_ranks describes the ranks of an attempt; None when torch's agent does (agent_link).
+    """
+
+    def __init__(
+        self, spec: LaunchSpec, zygote: Zygote, hooks: Hooks, place_ranks: PlaceRanks | None, fresh: bool = False
+    ) -> None:
         self.spec = spec
         self.zygote = zygote
-        self.place_ranks = place_ranks
         self.hooks = hooks
+        self.place_ranks = place_ranks
+        self.agent: AgentLink | None = None
         self.selector = selectors.DefaultSelector()
         self.console = Console(self.selector)
-        self.status_parts: dict[str, bytes] = {}
-        self.status_files: list[int] = []
+        self.starter = RankStarter(spec, zygote, self.console, hooks.probe_options, fresh)
         self.signals: list[int] = []
         self.swept: list[str] | None = None
-        self.helper_keys: dict[str, int | None] = {}
+        self.ticked_at = 0.0
         self.group = GroupState([], restarts_left=spec.torch_options["max_restarts"])
         self.group.shutdown_seconds = spec.torch_options["shutdown_timeout"]
         self.selector.register(zygote.channel, selectors.EVENT_READ, self.hear_zygote)
 
+    def join_agent(self, agent: AgentLink) -> None:
+        """From now on torch's agent says when ranks start."""
+        self.agent = agent
+        self.selector.register(agent.channel, selectors.EVENT_READ, self.hear_agent)
+
     def run(self) -> int:
         """Everything until the end. Returns the exit code."""
         with self._signals_caught():
-            self.start_group(0)
+            if self.place_ranks is not None:
+                self.start_group(self.place_ranks(0), 0)
             while True:
                 decision = decide(self.group, time.time())
                 if isinstance(decision, Finish):
@@ -80,7 +91,7 @@ class Watch:
                     return decision.code
                 self.act(decision)
 
-    def act(self, decision: Any) -> None:
+    def act(self, decision: Decision) -> None:
         if isinstance(decision, Wait):
             self.wait(decision.seconds)
         elif isinstance(decision, BeginStop):
@@ -89,101 +100,67 @@ class Watch:
             self.send_signal(decision.number)
         elif isinstance(decision, Restart):
             self.restart()
+        elif isinstance(decision, TellAgent) and self.agent is not None:
+            self.finish_group()
+            self.agent.tell_end(self.group)
 
     def wait(self, seconds: float) -> None:
         """Handles what happens within this time; comes back as soon as something did that may change the judgement."""
         for key, _ in self.selector.select(min(seconds, TICK_SECONDS)):
             key.data()
-        self.console.tick()
         for number in self.signals:
             self.on_signal(number)
         self.signals.clear()
-        self.tick_hooks()
+        now = time.time()
+        if now - self.ticked_at >= TICK_SECONDS:
+            self.ticked_at = now
+            self.tick(now)
 
-    def tick_hooks(self) -> None:
-        if self.hooks.on_tick is None or self.group.stop is not None:
+    def tick(self, now: float) -> None:
+        self.console.tick()
+        self.announce_errors(now)
+        if self.agent is not None:
+            self.agent.tick(self.group, now)
+        if self.hooks.on_tick is None or self.group.stop is not None or not self.group.living:
             return
-        verdict = self.hooks.on_tick(self.group, time.time())
-        if verdict is not None:
-            if verdict.text:
-                self.console.print_raw(verdict.text)
-            if verdict.stop:
-                self.group.stop = Stop("stalled", time.time())
+        verdict = self.hooks.on_tick(self.group, now)
+        if verdict is not None and verdict.text:
+            self.console.print_raw(verdict.text)
+        if verdict is not None and verdict.stop:
+            self.group.stop = Stop("stalled", now)
+
+    def announce_errors(self, now: float) -> None:
+        """An exception is shown at the end of the run; where the end does not come, it is shown now."""
+        for rank in self.group.living:
+            if rank.error is not None and not rank.announced and now - rank.error["time"] >= ANNOUNCE_SECONDS:
+                rank.announced = True
+                self.console.say(f"rank {rank.place.rank} has raised an exception, but its process has not ended:")
+                self.console.print_raw(rank.error["text"])
 
     def on_signal(self, number: int) -> None:
         """Ctrl-C ends the run, a second one at once; SIGTERM and its like are passed on and give time to save."""
         stop = self.group.stop
         if stop is not None and stop.reason in ("interrupted", "terminated"):
             stop.hurry = True
-        else:
-            reason = "interrupted" if number == signal.SIGINT else "terminated"
-            self.group.stop = Stop(reason, time.time(), signal=number)
-            self.group.restarts_left = 0
+            return
+        reason = "interrupted" if number == signal.SIGINT else "terminated"
+        self.group.stop = Stop(reason, time.time(), signal=number)
+        self.group.restarts_left = 0
 
-    def start_group(self, restart: int) -> None:
-        places = self.place_ranks(restart)
+    def start_group(self, places: list[RankPlace], restart: int) -> None:
         self.group.ranks = [RankState(place, f"{restart}.{place.local_rank}") for place in places]
         self.group.restart = restart
         self.group.stop = None
         for rank in self.group.ranks:
-            self.start_rank(rank)
+            self.starter.start(rank)
 
-    def start_rank(self, rank: RankState) -> None:
-        place = rank.place
-        rank_dir = RunDir(Path(self.spec.run_dir)).rank(place.rank) if self.spec.run_dir else None
-        if rank_dir is not None:
-            rank_dir.root.mkdir(parents=True, exist_ok=True)
-        stdout, stderr, prints = self.open_streams(place, rank_dir.output if rank_dir else None)
-        status_reader, status_writer = pipe()
-        self.status_files.append(status_reader)
-        os.set_blocking(status_reader, False)
-        self.selector.register(status_reader, selectors.EVENT_READ, lambda: self.hear_status(status_reader, rank))
-        job = rank_job(
-            self.spec.program,
-            place.variables,
-            str(rank_dir.root) if rank_dir else "",
-            self.spec.watch,
-            self.hooks.probe_options,
-            prints,
-        )
-        files = (stdout, stderr, status_writer)
-        command = fresh_command(self.spec.program, os.environ)
-        self.zygote.ask("start", rank.key, files, job=job, command=command)
-        for file in set(files):
-            os.close(file)
-
-    def open_streams(self, place: RankPlace, log: Path | None) -> tuple[int, int, bool]:
-        """Where a rank writes stdout and stderr, and whether its errors have to go there too (into a user's file)."""
-        files = [open_log(log)] if log is not None else []
-        shown = place.shown and not (self.spec.quiet_ranks and place.rank > 0)
-        prefix = make_prefix(place.rank, int(place.variables["WORLD_SIZE"]))
-        ends: list[int] = []
-        for target, path in ((1, place.stdout), (2, place.stderr)):
-            if path is not None:
-                ends.append(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644))
-            elif target == 2 and self.console.merged and place.stdout is None:
-                ends.append(os.dup(ends[0]))  # one pipe, so that the order of both is kept
-            else:
-                reader, writer = pipe()
-                assembler = self.console.assembler(prefix)
-                self.console.add(Stream(reader, target if shown else None, assembler, list(files)))
-                ends.append(writer)
-        return ends[0], ends[1], place.stderr is not None
-
-    def hear_status(self, file: int, rank: RankState) -> None:
-        try:
-            data = os.read(file, 1 << 16)
-        except BlockingIOError:
-            return
-        if not data:
-            self._forget_status(file)
-            return
-        *lines, rest = (self.status_parts.get(rank.key, b"") + data).split(b"\n")
-        self.status_parts[rank.key] = rest
-        for line in lines:
-            report = json.loads(line)
-            if report["event"] == "error":
-                rank.error, rank.error_at = report, report["time"]
+    def restart(self) -> None:
+        assert self.place_ranks is not None
+        self.finish_group()
+        self.group.restarts_left -= 1
+        restart = self.group.restart + 1
+        self.console.say(f"restart {restart} of {self.spec.torch_options['max_restarts']}")
+        self.start_group(self.place_ranks(restart), restart)
 
     def hear_zygote(self) -> None:
         try:
@@ -191,25 +168,41 @@ class Watch:
         except channel.Closed:
             self.on_zygote_lost()
             return
-        kind = answer["answer"]
-        if kind == "swept":
+        if answer["answer"] == "swept":
             self.swept = answer["left"]
-        elif answer.get("key") in self.helper_keys:
-            self.helper_keys[answer["key"]] = answer.get("code")
-        elif kind in ("started", "exited"):
-            rank = next((rank for rank in self.group.ranks if rank.key == answer["key"]), None)
-            if rank is not None and kind == "started":
-                rank.pid = answer["pid"]
-            elif rank is not None:
-                rank.exit_code, rank.ended_at, rank.peak_bytes = answer["code"], answer["time"], answer["peak_bytes"]
+            return
+        rank = next((rank for rank in self.group.ranks if rank.key == answer["key"]), None)
+        if rank is None:
+            if answer["answer"] == "exited":
+                self.on_helper_lost(answer["key"])
+        elif answer["answer"] == "started":
+            rank.pid = answer["pid"]
+            if self.agent is not None:
+                self.agent.tell_pids(self.group)
+        else:
+            rank.exit_code, rank.ended_at, rank.peak_bytes = answer["code"], answer["time"], answer["peak_bytes"]
+
+    def hear_agent(self) -> None:
+        if self.agent is not None and not self.agent.hear(self.group):
+            self.selector.unregister(self.agent.channel)
+
+    def on_helper_lost(self, key: str) -> None:
+        """The store's or the agent's process has ended. For the agent that is its way to finish."""
+        if self.agent is not None and key == "agent":
+            self.agent.on_exit(self.group)
+        if key == "store" and self.group.stop is None:
+            self.console.say("the process that holds the ranks' store has died; the run cannot go on")
+            self.group.stop = Stop("lost", time.time())
 
     def on_zygote_lost(self) -> None:
         """Ranks die with the zygote, by the kernel's hand; there is nobody left to tell how."""
         self.selector.unregister(self.zygote.channel)
-        self.group.stop = Stop("launcher", time.time())
+        self.console.say("the process that the ranks were started from has died, and the ranks with it")
+        now = time.time()
+        self.group.stop = Stop("lost", now, sent=[signal.SIGKILL])
         self.group.restarts_left = 0
         for rank in self.group.living:
-            rank.exit_code, rank.ended_at = -signal.SIGKILL, time.time()
+            rank.exit_code, rank.ended_at = -signal.SIGKILL, now
 
     def send_signal(self, number: int) -> None:
         assert self.group.stop is not None
@@ -218,42 +211,24 @@ class Watch:
             if rank.pid is not None:
                 _signal_group(rank.pid, number)
 
-    def restart(self) -> None:
-        self.finish_group()
-        self.group.restarts_left -= 1
-        restart = self.group.restart + 1
-        self.console.say(f"restart {restart} of {self.spec.torch_options['max_restarts']}")
-        self.start_group(restart)
-
     def finish_group(self) -> None:
         """After the last rank: what they left behind is ended, and all that they wrote is shown."""
-        in_order = self.group.stop is None
+        in_order = self.group.stop is None and not self.group.failures
         self.swept = None
         with contextlib.suppress(channel.Closed):
-            self.zygote.sweep(1.0 if in_order else 0.0)
-            deadline = time.monotonic() + 5.0
-            while self.swept is None and time.monotonic() < deadline:
+            self.zygote.sweep(SWEEP_GRACE_SECONDS if in_order else 0.0)
+            while self.swept is None and self.zygote.channel in self._registered():
                 for key, _ in self.selector.select(TICK_SECONDS):
                     key.data()
-                if self.group.stop is not None and self.group.stop.reason == "launcher":
-                    break
-        for file in list(self.status_files):
-            self._drain_status(file)
-        self.console.drain()
+        self.starter.close()
+        if in_order and self.swept:
+            self.console.say(f"ended what the ranks had left running: {', '.join(self.swept)}")
 
-    def _drain_status(self, file: int) -> None:
-        while file in self.status_files and any(key.fd == file for key, _ in self.selector.select(0)):
-            self.selector.get_key(file).data()
-        if file in self.status_files:
-            self._forget_status(file)
-
-    def _forget_status(self, file: int) -> None:
-        self.status_files.remove(file)
-        self.selector.unregister(file)
-        os.close(file)
+    def _registered(self) -> set[Any]:
+        return {key.fileobj for key in self.selector.get_map().values()}
 
     @contextlib.contextmanager
-    def _signals_caught(self):
+    def _signals_caught(self) -> Generator[None]:
         """Signals only leave a note and wake the loop; the loop acts on them."""
         reader, writer = os.pipe()
         os.set_blocking(reader, False)

@@ -1,7 +1,7 @@
 """The first code inside a rank: makes the process what torchrun would have made it, then runs the user's program.
 
-Reached in two ways: forked from the zygote (`enter`), or as a fresh interpreter (`python -m instep.launch.worker_entry`,
-the job in the variable INSTEP_JOB). What the program raises is told to the launcher over the status pipe, which prints
+Reached in two ways: forked from the zygote (`enter`), or in a fresh interpreter (`python -m` this module, the job in
+the variable INSTEP_JOB). What the program raises is told to the launcher over the status pipe, which prints
 it last and folds what is equal on several ranks; without a launcher to tell, Python's own printing takes place.
 """
 
@@ -20,6 +20,7 @@ from types import TracebackType
 from typing import Any
 
 from instep.errors import InstepError
+from instep.launch.numa import bind_to_numa
 from instep.launch.run_program import run_program
 from instep.records.launch_spec import Program
 from instep.records.run_dir import RankDir
@@ -33,21 +34,26 @@ class Job:
 
     program: Program
     variables: dict[str, str]
+    local_rank: int
     rank_dir: str
     status_file: int
     watch: bool
     probe_options: dict[str, Any]
     prints_errors: bool = False
+    numa_binding: str | None = None
 
     @staticmethod
     def from_json(data: dict[str, Any]) -> Job:
-        program = data["program"] | {"args": tuple(data["program"]["args"])}
-        return Job(**(data | {"program": Program(**program)}))
+        fields = dict(data)
+        program = fields.pop("program")
+        return Job(Program(program["kind"], program["target"], tuple(program["args"])), **fields)
 
 
 def enter(job: Job) -> None:
     """Runs the program; returns or raises as the program ends, so that Python finishes as it always does."""
     os.environ.update(job.variables)
+    if job.numa_binding is not None:
+        bind_to_numa(job.local_rank, job.numa_binding)
     _forget_shared_randomness()
     if job.rank_dir:
         _record_crashes(Path(job.rank_dir))
@@ -55,11 +61,14 @@ def enter(job: Job) -> None:
         _install_probe(job)
     try:
         run_program(job.program)
-    except SystemExit:
+    except SystemExit as error:
+        _tell_exit(job, error)
         raise
     except BaseException as error:
         error.__traceback__ = _without_our_frames(error.__traceback__)
         _tell(job, error)
+        if isinstance(error, InstepError):
+            sys.exit(error.exit_code)
         # Python handles the rest (exit code, atexit, SIGINT's status); the text is out already.
         sys.excepthook = lambda *_: None
         raise
@@ -113,28 +122,45 @@ def _without_runpy(trace: TracebackType) -> TracebackType | None:
 
 
 def _tell(job: Job, error: BaseException) -> None:
-    own_hook = sys.excepthook is not sys.__excepthook__
-    report = describe(error) | {"printed": own_hook or job.prints_errors}
+    report = describe(error) | {"printed": job.prints_errors or not _is_plain(sys.excepthook)}
     told = _send_report(job.status_file, report)
-    if report["printed"] or not told:
+    if isinstance(error, InstepError) and job.prints_errors:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+    elif report["printed"] or not told:
         sys.excepthook(type(error), error, error.__traceback__)
+
+
+def _tell_exit(job: Job, error: SystemExit) -> None:
+    """Where the program gave up by itself, for a failing exit code that explains nothing."""
+    trace = _without_our_frames(error.__traceback__)
+    if error.code not in (None, 0) and trace is not None:
+        _send_report(job.status_file, {"event": "exit", "where": _site(traceback.extract_tb(trace))})
+
+
+def _is_plain(hook: Any) -> bool:
+    """Whether it is Python's own hook, or torch's, which only adds the rank to each line."""
+    return hook is sys.__excepthook__ or getattr(hook, "__name__", "") == "_distributed_excepthook"
 
 
 def describe(error: BaseException) -> dict[str, Any]:
     """An exception as the launcher and the reports want it; `where` is the deepest line of the user's own code."""
-    frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if is_users(frame.filename)]
-    where = own[-1] if own else (frames[-1] if frames else None)
     return {
         "event": "error",
         "time": time.time(),
         "type": type(error).__name__,
         "message": str(error),
         "text": "".join(traceback.format_exception(type(error), error, error.__traceback__)),
-        "where": where and {"file": where.filename, "line": where.lineno or 0, "source": where.line or ""},
+        "where": _site(traceback.extract_tb(error.__traceback__)),
         "exit_code": error.exit_code if isinstance(error, InstepError) else 1,
         "is_usage": isinstance(error, InstepError),
     }
+
+
+def _site(frames: traceback.StackSummary) -> dict[str, Any] | None:
+    """The deepest line of the user's own code, or the deepest of all."""
+    own = [frame for frame in frames if is_users(frame.filename)]
+    frame = own[-1] if own else frames[-1] if frames else None
+    return None if frame is None else {"file": frame.filename, "line": frame.lineno or 0, "source": frame.line or ""}
 
 
 def is_users(filename: str) -> bool:

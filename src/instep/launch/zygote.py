@@ -24,6 +24,7 @@ from collections.abc import Callable
 from typing import Any
 
 from instep.launch import channel, linux
+from instep.launch.numa import bind_to_numa
 from instep.launch.worker_entry import JOB_VARIABLE, Job, enter
 
 Continuation = Callable[[], None]
@@ -191,7 +192,10 @@ def _signal_all(pids: list[int], number: int) -> None:
 
 def _execute(command: list[str], job: dict[str, Any]) -> None:
     os.environ.update(job["variables"])
-    if job["program"]["kind"] != "command":
+    ours = "instep.launch.worker_entry" in command
+    if job["numa_binding"] and not ours:
+        bind_to_numa(job["local_rank"], job["numa_binding"])  # the cores chosen here stay chosen through exec
+    if ours:
         os.set_inheritable(job["status_file"], True)
         os.environ[JOB_VARIABLE] = json.dumps(job)
     try:

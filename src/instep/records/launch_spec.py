@@ -27,15 +27,19 @@ class Program:
 
 @dataclass(frozen=True)
 class RankPlace:
-    """One rank before it starts. variables: what torchrun would set for it; stdout, stderr: a file, or None for ours."""
+    """One rank before it starts. variables: what torchrun would set for it; stdout, stderr: a file instead of ours;
+    tee_stdout, tee_stderr: a file beside ours; filtered: files for lines that contain a wanted text."""
 
     rank: int
     local_rank: int
     variables: dict[str, str]
-    stdout: str | None = None
-    stderr: str | None = None
-    tee_stdout: str | None = None
-    tee_stderr: str | None = None
+    stdout: str = ""
+    stderr: str = ""
+    tee_stdout: str = ""
+    tee_stderr: str = ""
+    filtered_stdout: str = ""
+    filtered_stderr: str = ""
+    error_file: str = ""
     shown: bool = True
 
 

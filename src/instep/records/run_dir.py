@@ -45,6 +45,16 @@ class RunDir:
         return self.root / "checkpoints"
 
     @property
+    def agent_log(self) -> Path:
+        """What torch's own launcher code printed."""
+        return self.root / "agent.log"
+
+    @property
+    def torch_logs(self) -> Path:
+        """For --redirects and --tee when no --log-dir is given."""
+        return self.root / "torch-logs"
+
+    @property
     def lock(self) -> Path:
         return self.root / "in-use.lock"
 
@@ -113,6 +123,11 @@ class RankDir:
     def failure(self) -> Path:
         """How the rank ended when it did not end well: exit code, exception, the user's line."""
         return self.root / "failure.json"
+
+    @property
+    def torch_error(self) -> Path:
+        """The file that torch's `@record` writes (TORCHELASTIC_ERROR_FILE)."""
+        return self.root / "error.json"
 
     @property
     def page(self) -> Path:

@@ -1,0 +1,111 @@
+"""The launcher's end of the channel to torch's agent: starts and stops ranks as it asks, tells it how they ended."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import socket
+import time
+from collections.abc import Callable
+from typing import Any
+
+from instep.launch import channel
+from instep.launch.group_state import AgentState, GroupState, Stop
+from instep.launch.worker_env import our_variables
+from instep.records.launch_spec import LaunchSpec, RankPlace
+
+SAY_AFTER_SECONDS = 15.0
+
+
+class AgentLink:
+    """start_group: what starts the ranks; say: prints a line; describe_waiting: why the nodes may not have met."""
+
+    def __init__(
+        self,
+        ours: socket.socket,
+        spec: LaunchSpec,
+        start_group: Callable[[list[RankPlace], int], None],
+        say: Callable[[str], None],
+        describe_waiting: Callable[[float], str],
+    ) -> None:
+        self.channel = ours
+        self.spec = spec
+        self.start_group = start_group
+        self.say = say
+        self.describe_waiting = describe_waiting
+        self.warned = False
+        self.pids_told = False
+
+    def hear(self, group: GroupState) -> bool:
+        """Takes one message. Returns False when the agent's end is closed."""
+        assert group.agent is not None
+        try:
+            message, _ = channel.receive(self.channel)
+        except channel.Closed:
+            return False
+        do = message["do"]
+        if do == "start":
+            group.agent.told, group.agent.running, self.pids_told = False, True, False
+            places = [self._place(rank) for rank in message["ranks"]]
+            self.start_group(places, int(places[0].variables["TORCHELASTIC_RESTART_COUNT"]))
+        elif do == "stop" and group.stop is None:
+            number, seconds = signal.Signals(message["signal"]), float(message["seconds"])
+            group.stop = Stop("asked", time.time(), signal=number, grace_seconds=seconds)
+        elif do in ("done", "failed"):
+            group.agent.end = do
+            group.agent.message = f"{message['type']}: {message['message']}" if do == "failed" else ""
+        return True
+
+    def _place(self, rank: dict[str, Any]) -> RankPlace:
+        variables = rank["variables"] | our_variables(self.spec.run_dir, self.spec.overrides)
+        files = {name: rank[name] for name in ("stdout", "stderr", "tee_stdout", "tee_stderr")}
+        hidden = [name for name in ("stdout", "stderr") if files[name] == "/dev/null"]
+        for name in ("stdout", "stderr"):
+            if files[name] in ("/dev/null", files[f"tee_{name}"]):
+                files[name] = ""
+        return RankPlace(
+            int(variables["RANK"]),
+            rank["local_rank"],
+            variables,
+            **files,
+            filtered_stdout=rank["filtered_stdout"],
+            filtered_stderr=rank["filtered_stderr"],
+            error_file=variables.get("TORCHELASTIC_ERROR_FILE", ""),
+            shown=not hidden,
+        )
+
+    def tell_pids(self, group: GroupState) -> None:
+        """Once all ranks of an attempt have a process."""
+        if not self.pids_told and all(rank.pid is not None for rank in group.ranks):
+            self.pids_told = True
+            self._send({"answer": "pids", "pids": {rank.place.local_rank: rank.pid for rank in group.ranks}})
+
+    def tell_end(self, group: GroupState) -> None:
+        assert group.agent is not None
+        group.agent.told = True
+        group.agent.running = False
+        group.agent.asked_at = time.time()
+        self.warned = False
+        self._send({"answer": "ended", "codes": {rank.place.local_rank: rank.exit_code for rank in group.ranks}})
+
+    def tick(self, group: GroupState, now: float) -> None:
+        """Says once what is waited for when the nodes have not met for a while."""
+        agent: AgentState | None = group.agent
+        if agent is None or agent.running or agent.told or self.warned or now - agent.asked_at < SAY_AFTER_SECONDS:
+            return
+        self.warned = True
+        self.say(self.describe_waiting(now - agent.asked_at))
+
+    def on_exit(self, group: GroupState) -> None:
+        """The agent's process has ended; without a word before, something has killed it."""
+        assert group.agent is not None
+        if group.agent.end is None:
+            group.agent.end = "lost"
+            self.say("torch's agent has died, so the ranks of this machine have to end")
+            if group.living and group.stop is None:
+                group.stop = Stop("lost", time.time())
+
+    def _send(self, message: dict[str, Any]) -> None:
+        # An agent that has died is noticed by its exit.
+        with contextlib.suppress(channel.Closed):
+            channel.send(self.channel, message)
