@@ -127,7 +127,7 @@ def is_default_collate(collate_fn: Callable[[Any], Any] | None) -> bool:
 def _is_stream(dataset: Any) -> bool:
     if isinstance(dataset, IterableDataset):
         return True
-    if isinstance(dataset, Iterator):
+    if isinstance(dataset, Iterator) and not hasattr(dataset, "__dict__"):  # a generator, a zip, an open file
         raise UsageError(
             f"{_name(dataset)} given to run.loader can be read only once. "
             "Give a dataset, or an object whose __iter__ starts anew."
