@@ -143,7 +143,9 @@ def loader_of(source: Any, rank: int = 0, world_size: int = 1, global_batch: int
     return build_loader(source, slots=slots, **(settings | options))
 
 
-def steps_of(make: Any, world_size: int = 1, epoch: int = 1, first_step: int = 0, most: int = 50, **options: Any) -> Any:
+def steps_of(
+    make: Any, world_size: int = 1, epoch: int = 1, first_step: int = 0, most: int = 50, **options: Any
+) -> Any:
     """{(step, slot): (samples, data as lists)} of an epoch over all ranks. make: gives the source, anew for a rank."""
     found: dict[tuple[int, int], Any] = {}
     for rank in range(world_size):

@@ -14,9 +14,9 @@ from instep.train.data.source import Source, is_default_collate
 Fetch = Callable[[Any], Any]
 
 
-def choose_fetch(source: Source) -> TensorFetch | SampleFetch | ItemFetch:
+def choose_fetch(source: Source, micro_batch: int) -> TensorFetch | SampleFetch | ItemFetch:
     if source.prebatched:
-        return ItemFetch(source.dataset, source.collate_fn)
+        return ItemFetch(source.dataset, source.collate_fn, micro_batch)
     if is_default_collate(source.collate_fn):
         found = find_tensors(source.dataset)
         if found is not None:
@@ -60,6 +60,19 @@ def collate_samples(samples: list[Any], collate_fn: Callable[[Any], Any] | None,
             f"{which} cannot be joined into a micro-batch: {why.rstrip('.')}. Give collate_fn= a function that joins a "
             "list of samples (by padding them, say), or make the samples alike."
         ) from error
+
+
+def take_ready(item: Any, convert: Callable[[Any], Any] | None, micro_batch: int) -> tuple[int, Any]:
+    """An item that is a batch already, and its size. Raises UsageError when that is more than a micro-batch."""
+    data = (convert or default_convert)(item)
+    count = count_samples(data)
+    if count > micro_batch:
+        raise UsageError(
+            f"an item of the dataset is a batch of {count} samples, but micro_batch={micro_batch}: with "
+            f"batch_size=None an item is one micro-batch. Set micro_batch={count} in Run, or let the dataset make "
+            f"batches of at most {micro_batch}."
+        )
+    return count, data
 
 
 def count_samples(data: Any) -> int:
@@ -134,14 +147,14 @@ class ItemFetch:
 
     draws = True
 
-    def __init__(self, dataset: Any, convert: Callable[[Any], Any] | None) -> None:
+    def __init__(self, dataset: Any, convert: Callable[[Any], Any] | None, micro_batch: int) -> None:
         self._dataset = dataset
-        self._convert = convert or default_convert
+        self._convert = convert
+        self._micro_batch = micro_batch
 
     def __call__(self, positions: Any) -> tuple[int, Any]:
         (row,) = positions.tolist() if isinstance(positions, torch.Tensor) else positions
-        data = self._convert(self._dataset[row])
-        return count_samples(data), data
+        return take_ready(self._dataset[row], self._convert, self._micro_batch)
 
 
 def _name_samples(rows: list[Any], most: int = 8) -> str:

@@ -77,7 +77,7 @@ class Loader:
         self._copier = DeviceCopy(device)
         self._local_size = local_size
         self._pin = device.type == "cuda" and source.workers.pin_memory is not False
-        self._fetch = None if source.is_stream else choose_fetch(source)
+        self._fetch = None if source.is_stream else choose_fetch(source, slots.micro_batch)
         self._service: Service | None = None
         self._said: set[str] = set()
         self._spare = 0
@@ -163,14 +163,13 @@ class Loader:
 
     def _start_streams(self, epoch: int, first_step: int, states: dict[int, Any] | None) -> Feed:
         source, local = self._source, self._slots.local
-        unit = 1 if source.prebatched else self._slots.micro_batch
-        plan = StreamPlan(self._slots.count, unit, self._seed, source.drop_last)
+        plan = StreamPlan(self._slots.count, self._slots.micro_batch, self._seed, source.drop_last, source.prebatched)
         if self.num_workers:
             if self._service is None:
-                reader = StreamsReader(self.dataset, plan, source.collate_fn, source.prebatched)
+                reader = StreamsReader(self.dataset, plan, source.collate_fn)
                 self._service = self._serve(reader, self.num_workers)
             return StreamWorkerFeed(self._service, local, epoch, first_step, states, self._note_stream)
-        streams = StreamSet(self.dataset, plan, local, epoch, source.collate_fn, source.prebatched)
+        streams = StreamSet(self.dataset, plan, local, epoch, source.collate_fn)
         began = time.monotonic()
         seconds = time.monotonic() - began if streams.resume(first_step, states) else 0.0
         return StreamFeed(streams, self._slots, first_step, lambda is_strided: self._note_stream(is_strided, seconds))

@@ -20,13 +20,19 @@ REST, OPENING = 1, 2
 class StreamPlan:
     """What a process needs to know to read any of the streams.
 
-    unit: samples that make a micro-batch (1 where a sample is a ready one); drop_last drops shorter ones.
+    prebatched: a sample of the dataset is a ready micro-batch; drop_last drops a micro-batch that is short.
     """
 
     num_streams: int
-    unit: int
+    micro_batch: int
     seed: int
     drop_last: bool
+    prebatched: bool
+
+    @property
+    def unit(self) -> int:
+        """Samples of the dataset that make a micro-batch."""
+        return 1 if self.prebatched else self.micro_batch
 
 
 class Stream:

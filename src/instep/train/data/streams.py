@@ -9,9 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from torch.utils.data import default_convert
-
-from instep.train.data.fetch import collate_samples, count_samples
+from instep.train.data.fetch import collate_samples, take_ready
 from instep.train.data.stream_reader import REST, SplitReader, StreamPlan, StridedReader, open_stream
 from instep.train.data.torch_worker import can_show
 from instep.train.seeds import DATA, set_generators
@@ -31,7 +29,6 @@ class StreamSet:
         slots: Sequence[int],
         epoch: int,
         collate_fn: Callable[[Any], Any] | None,
-        prebatched: bool,
     ) -> None:
         if hasattr(dataset, "set_epoch"):
             dataset.set_epoch(epoch)
@@ -40,7 +37,6 @@ class StreamSet:
         self._slots = tuple(slots)
         self._epoch = epoch
         self._collate_fn = collate_fn
-        self._prebatched = prebatched
         self._reader: SplitReader | StridedReader | None = None
         self._pending: dict[int, list[Any]] = {}
         self._peeked: dict[int, int] = {}
@@ -78,9 +74,8 @@ class StreamSet:
         if not self.peek(step, slot):
             return 0, None
         samples = self._rest(step, slot)
-        if self._prebatched:
-            data = (self._collate_fn or default_convert)(samples[0])
-            return count_samples(data), data
+        if self._plan.prebatched:
+            return take_ready(samples[0], self._collate_fn, self._plan.micro_batch)
         return len(samples), collate_samples(samples, self._collate_fn, f"the samples of stream {slot}")
 
     def pass_over(self, step: int, slot: int) -> None:

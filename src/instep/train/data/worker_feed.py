@@ -215,11 +215,10 @@ class StreamNote:
 class StreamsReader(Dataset[Any]):
     """In a worker: holds the streams of some slots over an epoch."""
 
-    def __init__(self, dataset: Any, plan: StreamPlan, collate_fn: Any, prebatched: bool) -> None:
+    def __init__(self, dataset: Any, plan: StreamPlan, collate_fn: Any) -> None:
         self.dataset = dataset
         self._plan = plan
         self._collate_fn = collate_fn
-        self._prebatched = prebatched
         self._streams: StreamSet | None = None
 
     def __getitem__(self, task: StreamTask) -> Any:
@@ -240,9 +239,7 @@ class StreamsReader(Dataset[Any]):
 
     def _begin(self, start: StreamStart) -> float:
         began = time.monotonic()
-        self._streams = StreamSet(
-            self.dataset, self._plan, start.slots, start.epoch, self._collate_fn, self._prebatched
-        )
+        self._streams = StreamSet(self.dataset, self._plan, start.slots, start.epoch, self._collate_fn)
         return time.monotonic() - began if self._streams.resume(start.first_step, start.states) else 0.0
 
 
