@@ -29,6 +29,11 @@ class RunDir:
         return self.root / "stall.json"
 
     @property
+    def pairing(self) -> Path:
+        """The first optimizer step at which the ranks had taken part in different numbers of collectives."""
+        return self.root / "pairing.json"
+
+    @property
     def metrics(self) -> Path:
         return self.root / "metrics.jsonl"
 

@@ -36,7 +36,7 @@ def watch_collectives(recorder: Recorder, start_watching: Callable[[], None]) ->
 
 def _wrap(recorder: Recorder, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
     operation = layout.OPERATION_NUMBER[name]
-    counted = name not in layout.POINT_TO_POINT
+    counted = name not in layout.POINT_TO_POINT and name != "monitored_barrier"  # made of sends itself
 
     def call(*args: Any, **kwargs: Any) -> Any:
         # Inside another collective (an object collective is made of several) only the outer one is marked.
@@ -84,6 +84,9 @@ def _enter(recorder: Recorder, operation: int, counted: bool, args: Any, kwargs:
     site = recorder.sites.here(2)
     if counted:
         recorder.calls += 1
+    elif not recorder.has_sent:
+        recorder.has_sent = True
+        recorder.log.note("point-to-point", site=site, call=layout.OPERATIONS[operation])
     first = args[0] if args else None
     elements = 0
     if isinstance(first, torch.Tensor):

@@ -27,7 +27,7 @@ class EventLog:
         except OSError:
             self._file = -1
 
-    def note(self, name: str, **facts: Any) -> bool:
+    def note(self, name: str, /, **facts: Any) -> bool:
         """Writes one event; False when this kind has been written often enough or it could not be written."""
         self._counts[name] += 1
         if self._counts[name] > (MOST_OF_A_KIND if name != "site" else 5000) or self._file < 0:

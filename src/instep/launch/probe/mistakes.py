@@ -71,7 +71,9 @@ class _Scaling:
 def _wrap_clip(recorder: Recorder, scaling: _Scaling, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
     def clip(*args: Any, **kwargs: Any) -> Any:
         if scaling.scaled:
-            contained(recorder.log.note)("clip-scaled", site=recorder.sites.here(1), call=name, scale_site=scaling.scale_site)
+            contained(recorder.log.note)(
+                "clip-scaled", site=recorder.sites.here(1), call=name, scale_site=scaling.scale_site
+            )
         return original(*args, **kwargs)
 
     return clip

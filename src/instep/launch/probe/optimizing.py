@@ -134,5 +134,3 @@ def _after(recorder: Recorder, optimizers: Optimizers, fingerprints: Fingerprint
     fingerprints.look(recorder.num_steps)
     look_for_kept_graphs(recorder)
     optimizers.last_end = time.monotonic()
-
-

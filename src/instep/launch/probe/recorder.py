@@ -32,12 +32,15 @@ class Recorder:
         self.num_marks = self.num_steps = self.forwards = self.reduced = self.backwards = self.batches = self.calls = 0
         self.num_batch_prints = 0
         self.depth = 0
+        self.has_sent = False
         self.open_step: int | None = None
         self.seconds = [0.0] * len(layout.SECONDS_OF)
         self._sequence: Callable[[], int] | None = None
         self._group: Any = None
 
-    def mark(self, kind: int, operation: int = 0, flags: int = 0, site: int = 0, count: int = 0, elements: int = 0) -> float:
+    def mark(
+        self, kind: int, operation: int = 0, flags: int = 0, site: int = 0, count: int = 0, elements: int = 0
+    ) -> float:
         """Writes one mark and returns its time."""
         number = self.num_marks
         now = time.monotonic()

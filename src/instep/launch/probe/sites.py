@@ -58,9 +58,7 @@ def user_stack(frame: FrameType | None, most: int = 30) -> list[dict[str, Any]]:
     frames: list[dict[str, Any]] = []
     while frame is not None and len(frames) < 200:
         name = frame.f_code.co_filename
-        frames.append(
-            {"file": name, "line": frame.f_lineno, "name": frame.f_code.co_name, "own": is_users_file(name)}
-        )
+        frames.append({"file": name, "line": frame.f_lineno, "name": frame.f_code.co_name, "own": is_users_file(name)})
         frame = frame.f_back
     last = max((i for i, one in enumerate(frames) if one["own"]), default=len(frames) - 1)
     return frames[: last + 1][:most] if last < most else frames[:8] + [f for f in frames[8 : last + 1] if f["own"]]

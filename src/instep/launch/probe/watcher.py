@@ -59,7 +59,10 @@ class Watcher:
             code = frame.f_code
             if code.co_name == "_call_impl" and not call[0]:
                 call = (id(frame), frame.f_lasti)
-            elif any(part in code.co_filename for part in _COMPILERS[2:]) and code.co_name in ("_compile", "compile_fx"):
+            elif any(part in code.co_filename for part in _COMPILERS[2:]) and code.co_name in (
+                "_compile",
+                "compile_fx",
+            ):
                 compiling = 1
             frame = frame.f_back
         if call[0] and call != self._last_call:

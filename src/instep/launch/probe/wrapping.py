@@ -148,7 +148,9 @@ def describe_classes(module: torch.nn.Module) -> list[dict[str, Any]]:
             lines, first = inspect.getsourcelines(kind)
         except (OSError, TypeError):
             continue
-        rows.append({"class": kind.__qualname__, "file": file, "line": first, "last": first + len(lines) - 1, "at": name})
+        rows.append(
+            {"class": kind.__qualname__, "file": file, "line": first, "last": first + len(lines) - 1, "at": name}
+        )
     return rows[:50]
 
 

@@ -1,0 +1,156 @@
+"""What decides whether a rank comes to a line: conditions around it, and the ways out of a loop."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from instep.diagnose.run_view import Frame, Position
+from instep.diagnose.source import Loop, Source, load
+from instep.records.finding import CallSite
+
+# Values that each process has for itself: its clock, its random numbers, its files, its own data.
+_LOCAL_VALUE = re.compile(
+    r"\b(time|perf_counter|monotonic|random|rand|exists|isfile|item|isnan|isinf|any|all|len|uniform)\b"
+)
+
+
+@dataclass(frozen=True)
+class Fork:
+    """Where two ranks took different ways. kind: rank-branch, branch, loop-left, later; inside: the rank that went into
+    the branch, or is still in the loop; where: the line to look at first."""
+
+    kind: str
+    inside: int
+    outside: int
+    where: CallSite
+    condition: CallSite | None = None
+    choices: int = 1
+
+
+def compare(one: Position, two: Position) -> Fork | None:
+    """How the stacks of two ranks part."""
+    pair = _parting(one.frames, two.frames)
+    if pair is None:
+        return None
+    first, second = pair
+    source = load(first.file)
+    if source is None or first.line == second.line:
+        return None
+    return _branch(source, one, two, first, second) or _left_loop(source, one, two, first, second)
+
+
+def _parting(one: tuple[Frame, ...], two: tuple[Frame, ...]) -> tuple[Frame, Frame] | None:
+    """The outermost frames in which two stacks are in the same function at different lines."""
+    for first, second in zip(reversed(one), reversed(two)):
+        if (first.file, first.name) != (second.file, second.name):
+            return None
+        if first.line != second.line:
+            return first, second
+    return None
+
+
+def _branch(source: Source, one: Position, two: Position, first: Frame, second: Frame) -> Fork | None:
+    """A condition that holds one of the lines and not the other. For a condition on the rank the line itself is where
+    to look; otherwise the condition is."""
+    for inner, outer, line, other in ((one, two, first.line, second.line), (two, one, second.line, first.line)):
+        for condition, test in conditions_of(source, line):
+            others = [one_condition for one_condition, _ in conditions_of(source, other)]
+            if condition in others and _same_side(source, condition, line, other):
+                continue
+            if source.depends_on_rank(test):
+                return Fork("rank-branch", inner.rank, outer.rank, source.site(line), source.site(condition))
+    for inner, outer, line, other in ((one, two, first.line, second.line), (two, one, second.line, first.line)):
+        if _in_common_loop(source, line, other):
+            for condition, _ in conditions_of(source, line):
+                if not _holds(condition, other):
+                    return Fork("branch", inner.rank, outer.rank, source.site(condition), source.site(condition))
+    return None
+
+
+def _in_common_loop(source: Source, line: int, other: int) -> bool:
+    mine, others = source.loops_at(line), source.loops_at(other)
+    return (not mine and not others) or bool(mine and others and mine[0] in others) or not mine
+
+
+def _holds(node: ast.AST, line: int) -> bool:
+    return node.lineno <= line <= (node.end_lineno or node.lineno)  # type: ignore[attr-defined]
+
+
+def _same_side(source: Source, condition: ast.AST, line: int, other: int) -> bool:
+    if not isinstance(condition, ast.If):
+        return True
+    start = condition.orelse[0].lineno if condition.orelse else condition.end_lineno or condition.lineno
+    split = start if condition.orelse else start + 1
+    return (line < split) == (other < split)
+
+
+def conditions_of(source: Source, line: int) -> Iterator[tuple[ast.AST, ast.expr]]:
+    """Conditions that decide whether the line is reached, innermost first: `if` around it, or a guard that leaves."""
+    for node in source.enclosing(line):
+        if isinstance(node, ast.If) and not _in_test(node, line):
+            yield node, node.test
+        for guard in _guards_before(source, node):
+            yield guard, guard.test
+
+
+def _in_test(node: ast.If, line: int) -> bool:
+    return bool(node.body) and line < node.body[0].lineno and line <= (node.test.end_lineno or node.test.lineno)
+
+
+def _guards_before(source: Source, node: ast.AST) -> Iterator[ast.If]:
+    """`if ...: return` and the like before a statement in the same block."""
+    parent = source.parents.get(node)
+    for block in ("body", "orelse", "finalbody"):
+        rows = getattr(parent, block, None)
+        if isinstance(rows, list) and node in rows:
+            for row in reversed(rows[: rows.index(node)]):
+                if isinstance(row, ast.If) and isinstance(row.body[-1], (ast.Return, ast.Continue, ast.Break)):
+                    yield row
+
+
+def _left_loop(source: Source, one: Position, two: Position, first: Frame, second: Frame) -> Fork | None:
+    """One rank is still in a loop that the other has left behind."""
+    for inner, outer, line, other in ((one, two, first.line, second.line), (two, one, second.line, first.line)):
+        for loop in reversed(source.loops_at(line)):
+            if not _holds(loop, other) and other > loop.lineno:
+                ways = list(ways_out(source, loop))
+                if not ways:
+                    return Fork("loop-left", inner.rank, outer.rank, source.site(loop), None, 0)
+                chosen = next((way for way in ways if _LOCAL_VALUE.search(_text(source, way))), ways[0])
+                return Fork("loop-left", inner.rank, outer.rank, source.site(chosen), source.site(chosen), len(ways))
+    return None
+
+
+def ways_out(source: Source, loop: Loop) -> Iterator[ast.AST]:
+    """The conditions under which the loop is left before its end; a bare `break` or `return` stands for itself."""
+    if isinstance(loop, ast.While) and not (isinstance(loop.test, ast.Constant) and loop.test.value):
+        yield loop
+    for node in ast.walk(loop):
+        if isinstance(node, (ast.Break, ast.Return)) and _belongs_to(source, node, loop):
+            guard = next(
+                (one for one in source.ancestors(node) if isinstance(one, (ast.If, ast.Try)) or one is loop), loop
+            )
+            yield guard if isinstance(guard, ast.If) else node
+
+
+def _belongs_to(source: Source, node: ast.AST, loop: Loop) -> bool:
+    for parent in source.ancestors(node):
+        if parent is loop:
+            return True
+        if isinstance(parent, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
+            return False
+        if isinstance(parent, (ast.For, ast.While)) and isinstance(node, ast.Break):
+            return False
+    return False
+
+
+def _text(source: Source, node: ast.AST) -> str:
+    return ast.unparse(node.test) if isinstance(node, (ast.If, ast.While)) else source.site(node).source
+
+
+def rank_condition(source: Source, line: int) -> ast.AST | None:
+    """The nearest condition on the rank that decides whether the line is reached."""
+    return next((node for node, test in conditions_of(source, line) if source.depends_on_rank(test)), None)

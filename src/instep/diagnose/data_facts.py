@@ -1,0 +1,118 @@
+"""What the ranks' data loaders did, side by side."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from instep.diagnose.run_view import RankView, RunView
+from instep.diagnose.slices import call_at, definitions
+from instep.diagnose.source import load
+from instep.records.event import Event
+from instep.records.finding import CallSite
+
+Key = tuple[str, int, int]  # file and line that made a loader, and how many it had made before
+
+
+@dataclass(frozen=True)
+class UnevenLap:
+    """A pass over the same loader that ended after different numbers of batches. counts: by rank; running: ranks that
+    were still in it; short: the ranks with fewest."""
+
+    key: Key
+    lap: int
+    counts: dict[int, int]
+    running: tuple[int, ...]
+    loop: CallSite | None
+
+    @property
+    def short_ranks(self) -> tuple[int, ...]:
+        fewest = min(self.counts.values())
+        return tuple(rank for rank, count in self.counts.items() if count == fewest)
+
+    def __hash__(self) -> int:
+        return hash((self.key, self.lap))
+
+
+def loader_keys(view: RankView) -> dict[int, Key]:
+    """For each loader of a rank the line that made it, which names the same loader on every rank."""
+    keys: dict[int, Key] = {}
+    counts: dict[tuple[str, int], int] = {}
+    for event in view.named("loader"):
+        site = view.site(event["site"])
+        place = (site.file, site.line) if site else ("", 0)
+        keys[event["loader"]] = (*place, counts.get(place, 0))
+        counts[place] = counts.get(place, 0) + 1
+    return keys
+
+
+def loaders_by_key(view: RankView) -> dict[Key, Event]:
+    keys = loader_keys(view)
+    return {keys[event["loader"]]: event for event in view.named("loader")}
+
+
+def laps_by_key(view: RankView) -> dict[tuple[Key, int], Event]:
+    keys = loader_keys(view)
+    return {(keys[event["loader"]], event["lap"]): event for event in view.named("lap") if event["loader"] in keys}
+
+
+def find_uneven_lap(run: RunView) -> UnevenLap | None:
+    """The first pass used for training that some ranks ended, data used up, while others had or got more."""
+    laps = {view.rank: laps_by_key(view) for view in run.ranks}
+    for place in sorted({place for table in laps.values() for place in table}, key=lambda one: one[1]):
+        ended = {rank: table[place] for rank, table in laps.items() if place in table and table[place]["exhausted"]}
+        if not ended or not any(event["backwards"] for event in ended.values()):
+            continue
+        counts = {rank: event["batches"] for rank, event in ended.items()}
+        running = {
+            view.rank: count
+            for view in run.ranks
+            if view.rank not in ended and (count := current_count(view, place, ended)) is not None
+        }
+        if len(set(counts.values())) > 1 or any(count > min(counts.values()) for count in running.values()):
+            first = next(iter(ended))
+            loop = run.by_rank[first].site(ended[first]["site"])
+            return UnevenLap(place[0], place[1], counts | running, tuple(running), loop)
+    return None
+
+
+def current_count(view: RankView, place: tuple[Key, int], ended: dict[int, Event]) -> int | None:
+    """How many batches a rank has got of a pass that it has not ended."""
+    if place[0] not in loader_keys(view).values() or place in laps_by_key(view):
+        return None
+    for mark in reversed(view.marks):
+        if mark.kind == "leave-data":
+            return mark.count
+    return None
+
+
+def made_uneven_at(run: RunView, uneven: UnevenLap) -> CallSite | None:
+    """The line that gives each rank its own part of the data: what the loader is made of, where it names the rank."""
+    file, line, _ = uneven.key
+    source = load(file)
+    call = call_at(source, line, "DataLoader") if source else None
+    if source is None:
+        return None
+    if call is None:
+        return source.site(line) if line else uneven.loop
+    for part in _data_arguments(call):
+        for node in definitions(source, part, source.function_at(line)):
+            named = _smallest_on_rank(source, node)
+            if named is not None:
+                return source.site(named)
+    return source.site(call)
+
+
+def _data_arguments(call: ast.Call) -> Iterator[ast.AST]:
+    yield from call.args[:1]
+    for word in call.keywords:
+        if word.arg in ("dataset", "sampler", "batch_sampler", "drop_last"):
+            yield word.value
+
+
+def _smallest_on_rank(source, node: ast.AST) -> ast.AST | None:  # type: ignore[no-untyped-def]
+    """The statement of an expression that depends on the rank, itself and not by way of another variable."""
+    if source.depends_on_rank(node) and not isinstance(node, ast.Name):
+        return node
+    return None

@@ -1,0 +1,84 @@
+"""All rules over one run: what they find, consequences folded into causes, the finding to act on first in front."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+import sys
+import traceback
+from collections.abc import Callable, Iterable, Iterator
+from fnmatch import fnmatch
+from functools import cache
+from pathlib import Path
+
+from instep.diagnose import rules
+from instep.diagnose.run_view import RunView, read_run
+from instep.records.finding import Finding
+from instep.records.run_dir import RunDir, write_json
+
+Check = Callable[[RunView], Iterable[Finding]]
+
+_CERTAINTY = {"certain": 0, "likely": 1, "possible": 2}
+_FAMILIES = ("startup", "crash", "hang", "nonfinite", "numbers", "memory", "storage", "speed")
+
+
+@cache
+def find_rules() -> dict[str, Check]:
+    """Every rule by its id; found by walking the folder."""
+    found: dict[str, Check] = {}
+    for module in pkgutil.walk_packages(rules.__path__, f"{rules.__name__}."):
+        if not module.ispkg:
+            family, name = module.name.rsplit(".", 2)[1:]
+            found[f"{family}/{name}".replace("_", "-")] = importlib.import_module(module.name).check
+    return found
+
+
+def diagnose(run_dir: Path) -> list[Finding]:
+    """The findings of a run, the one to act on first in front. Reads files only; torch is not imported."""
+    return judge(read_run(Path(run_dir)))
+
+
+def judge(run: RunView, checks: dict[str, Check] | None = None) -> list[Finding]:
+    found = [finding for name, check in (checks or find_rules()).items() for finding in _ask(name, check, run)]
+    return order(fold(found))
+
+
+def _ask(name: str, check: Check, run: RunView) -> Iterator[Finding]:
+    """What one rule finds. A rule that fails costs its own finding only: the others still have to be heard."""
+    try:
+        yield from list(check(run))
+    except Exception:  # noqa: BLE001  # a mistake in one rule must not take the report with it
+        print(f"instep: the rule {name} failed; please report this:\n{traceback.format_exc()}", file=sys.stderr)
+
+
+def fold(findings: list[Finding]) -> list[Finding]:
+    """Drops what another finding explains. `explains` may name a family as `hang/*`; it keeps the ids that were there."""
+    kept = []
+    for finding in findings:
+        by = [one for one in findings if one is not finding and _explains(one, finding)]
+        if not any(not _explains(finding, one) or findings.index(one) < findings.index(finding) for one in by):
+            kept.append(finding)
+    return [_with_named(finding, findings) for finding in kept]
+
+
+def _explains(cause: Finding, consequence: Finding) -> bool:
+    return any(fnmatch(consequence.id, pattern) for pattern in cause.explains) and cause.id != consequence.id
+
+
+def _with_named(finding: Finding, all_findings: list[Finding]) -> Finding:
+    from dataclasses import replace
+
+    named = {one.id for one in all_findings if one is not finding and _explains(finding, one)}
+    return replace(finding, explains=tuple(sorted(named)))
+
+
+def order(findings: Iterable[Finding]) -> list[Finding]:
+    def key(finding: Finding) -> tuple[int, int, str]:
+        family = finding.id.partition("/")[0]
+        return _CERTAINTY[finding.certainty], _FAMILIES.index(family) if family in _FAMILIES else 99, finding.id
+
+    return sorted(findings, key=key)
+
+
+def write_findings(run_dir: Path, findings: list[Finding]) -> None:
+    write_json(RunDir(run_dir).findings, [finding.as_json() for finding in findings])

@@ -1,0 +1,102 @@
+"""What a stall is, told apart once for all rules of the family: one stall gives one finding."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+
+from instep.diagnose.branches import Fork, compare
+from instep.diagnose.data_facts import UnevenLap, find_uneven_lap
+from instep.diagnose.pairing import Mispairing, find_mispairing
+from instep.diagnose.run_view import ECHO, Position, RunView, short
+from instep.records.event import Event
+from instep.records.finding import Evidence
+
+
+@dataclass(frozen=True)
+class Hang:
+    """kind: the rule that speaks of it, by the last part of its id."""
+
+    kind: str
+    waiting: tuple[Position, ...]
+    outside: tuple[Position, ...]
+    proven: bool
+    fork: Fork | None = None
+    uneven: UnevenLap | None = None
+    error: tuple[int, Event] | None = None
+    mispairing: Mispairing | None = None
+
+
+@cache
+def classify(run: RunView) -> Hang | None:
+    """The stall of this run, or None when it is not stalled."""
+    if run.stall is None or not run.positions:
+        return None
+    waiting = tuple(one for one in run.positions if one.rank in run.stall["waiting"])
+    outside = tuple(one for one in run.positions if one.rank in run.stall["outside"])
+    base = dict(waiting=waiting, outside=outside, proven=run.stall["proven"])
+    error = find_swallowed(run)
+    if error is not None:
+        return Hang("error-swallowed", error=error, **base)
+    mispairing = find_mispairing(run)
+    if mispairing is not None and mispairing.is_silent:
+        return Hang("silent", mispairing=mispairing, **base)
+    uneven = find_uneven_lap(run)
+    if uneven is not None:
+        return Hang("uneven-batches", uneven=uneven, **base)
+    if outside:
+        return Hang("rank-stuck-outside", **base)
+    fork = _fork(waiting)
+    if fork is not None:
+        kinds = {"rank-branch": "some-ranks-only", "loop-left": "loop-left-early", "branch": "different-branches"}
+        return Hang(kinds.get(fork.kind, "collective-mismatch"), fork=fork, mispairing=mispairing, **base)
+    if len({(one.operation, one.sequence) for one in waiting}) == 1:
+        return Hang("no-answer", **base)
+    return Hang("collective-mismatch", mispairing=mispairing, **base)
+
+
+def _fork(positions: tuple[Position, ...]) -> Fork | None:
+    """The first pair of ranks whose ways part in the user's code."""
+    for index, one in enumerate(positions):
+        for two in positions[index + 1 :]:
+            fork = compare(one, two)
+            if fork is not None:
+                return fork
+    return None
+
+
+def find_swallowed(run: RunView) -> tuple[int, Event] | None:
+    """An exception on one rank that passed through a watched call, after which that rank went on."""
+    for view in run.ranks:
+        for event in view.named("raised"):
+            went_on = view.position is not None and view.position.since > event.time + 1e-3
+            if went_on and view.failure is None and not _is_echo(event):
+                others = [one for one in run.ranks if one.rank != view.rank]
+                if not any(_same(event, other.named("raised")) for other in others):
+                    return view.rank, event
+    return None
+
+
+def _same(event: Event, others: list[Event]) -> bool:
+    return any(one["type"] == event["type"] and one["call"] == event["call"] for one in others)
+
+
+def _is_echo(event: Event) -> bool:
+    return bool(ECHO.search(event["message"]))
+
+
+def cite_positions(run: RunView, positions: tuple[Position, ...]) -> tuple[Evidence, ...]:
+    """One line per rank: where it is and for how long."""
+    rows = []
+    for one in positions:
+        seconds = run.seconds_since(one.since)
+        inner, outer = one.frames[:1], one.frames[-1:]
+        path = f", called from {short(outer[0].site)}" if inner and outer and inner != outer else ""
+        rows.append(
+            Evidence(
+                f"rank {one.rank} is {one.describe()}{path}, step {one.step}, for {seconds:.0f} s",
+                f"rank{one.rank}/snapshot.json",
+                one.rank,
+            )
+        )
+    return tuple(rows)

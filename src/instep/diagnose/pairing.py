@@ -1,0 +1,167 @@
+"""Which collective of one rank met which of another. Backends pair them by count within a group, not by meaning."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from functools import cache
+
+from instep.diagnose.run_view import RankView, RunView, short
+from instep.records import recording as layout
+from instep.records.finding import CallSite
+
+_MIN_HISTORY = 3  # steps of the same shape that make a habit
+
+
+@dataclass(frozen=True)
+class Slot:
+    """Place number `sequence` in the default group, as one rank filled it. operation: `gradients` for what backward
+    starts, `buffers` for what the wrapped model's forward does; open: it has not come back."""
+
+    rank: int
+    sequence: int
+    operation: str
+    site: CallSite | None
+    step: int
+    elements: int
+    open: bool
+
+    def describe(self) -> str:
+        words = {"gradients": "gradients of backward", "buffers": "the wrapped model's forward"}
+        return f"{words.get(self.operation, self.operation)} at {short(self.site)}"
+
+    @property
+    def meaning(self) -> tuple[object, ...]:
+        """What has to be equal on all ranks. Two lines may meet rightly: a root often takes its own branch."""
+        return (self.operation, self.step) if self.operation == "gradients" else (self.operation,)
+
+
+_STAGES = {"collective": "", "backward": "gradients", "forward": "buffers", "step": "optimizer", "data": "data"}
+
+
+def slots_of(view: RankView) -> dict[int, Slot]:
+    """Slots by sequence number, as far back as the page goes."""
+    found: dict[int, Slot] = {}
+    entered = None
+    for mark in view.marks:
+        stage, _, what = mark.kind.partition("-")
+        if stage == "enter":
+            entered = mark
+        elif stage == "leave" and entered is not None and not entered.flags & layout.OTHER_GROUP:
+            for sequence in range(entered.sequence + 1, mark.sequence + 1):
+                found[sequence] = _slot(view, entered, sequence, False)
+            entered = None
+        elif stage == "leave":
+            entered = None
+    if entered is not None and not entered.flags & layout.OTHER_GROUP and not entered.kind.endswith("data"):
+        first = entered.sequence + 1
+        if entered.kind.endswith("collective") or (view.page is not None and view.page.pending):
+            found[first] = _slot(view, entered, first, True)
+    return found
+
+
+def _slot(view: RankView, mark: layout.Mark, sequence: int, is_open: bool) -> Slot:
+    what = mark.kind.partition("-")[2]
+    operation = mark.operation or _STAGES.get(what, what)
+    return Slot(view.rank, sequence, operation, view.site(mark.site), mark.step, mark.elements, is_open)
+
+
+@dataclass(frozen=True)
+class Mispairing:
+    """The first collective in which the ranks meant different things. odd: the rank that departed from its habit;
+    expected: what that rank does there otherwise; got: what it did."""
+
+    slots: tuple[Slot, ...]
+    step: int
+    odd: int | None
+    expected: tuple[str, CallSite | None] | None
+    got: tuple[str, CallSite | None] | None
+
+    @property
+    def is_silent(self) -> bool:
+        return any(not slot.open for slot in self.slots)
+
+
+@cache
+def find_mispairing(run: RunView) -> Mispairing | None:
+    """None when every collective met its like, as far as the pages tell."""
+    if not run.is_whole or uses_point_to_point(run) or len(run.ranks) < 2:
+        return None
+    tables = {view.rank: slots_of(view) for view in run.ranks}
+    if not all(tables.values()):
+        return None
+    first = max(min(table) for table in tables.values())
+    last = min(max(table) for table in tables.values())
+    for sequence in range(first, last + 1):
+        slots = [table[sequence] for table in tables.values() if sequence in table]
+        if len(slots) == len(tables) and len({slot.meaning for slot in slots}) > 1:
+            return _explain(run, tables, tuple(slots))
+    return None
+
+
+def uses_point_to_point(run: RunView) -> bool:
+    """Sends count in the sequence too, differently on each rank, so that counts say nothing."""
+    return any(view.named("point-to-point") for view in run.ranks)
+
+
+def _explain(run: RunView, tables: dict[int, dict[int, Slot]], slots: tuple[Slot, ...]) -> Mispairing:
+    step = min(slot.step for slot in slots)
+    departed = []
+    for rank, table in tables.items():
+        shapes = _shapes(table)
+        habit = _habit(shapes, step)
+        if habit is None:
+            continue
+        difference = _first_difference(shapes.get(step, ()), habit, complete=max(shapes) > step)
+        if difference is not None:
+            departed.append((rank, *difference))
+    if len(departed) == 1:
+        return Mispairing(slots, step, *departed[0])
+    return Mispairing(slots, step, None, None, None)
+
+
+Act = tuple[str, CallSite | None]
+
+
+def _shapes(table: dict[int, Slot]) -> dict[int, tuple[Act, ...]]:
+    """What each step consisted of."""
+    shapes: dict[int, list[Act]] = {}
+    for sequence in sorted(table):
+        slot = table[sequence]
+        shapes.setdefault(slot.step, []).append((slot.operation, slot.site))
+    return {step: tuple(acts) for step, acts in shapes.items()}
+
+
+def _habit(shapes: dict[int, tuple[Act, ...]], step: int) -> tuple[Act, ...] | None:
+    earlier = sorted(one for one in shapes if one < step)[1:]  # the first may be cut off, or hold what happens once
+    counts = Counter(shapes[one] for one in earlier)
+    if not counts:
+        return None
+    shape, times = counts.most_common(1)[0]
+    return shape if times >= _MIN_HISTORY and 2 * times > len(earlier) else None
+
+
+def _first_difference(
+    acts: tuple[Act, ...], habit: tuple[Act, ...], complete: bool
+) -> tuple[Act | None, Act | None] | None:
+    """Expected and got at the first place where a step departs from the habit; None where it does not."""
+    for index, act in enumerate(acts):
+        if index >= len(habit):
+            return None, act
+        if act != habit[index]:
+            return habit[index], act
+    return (habit[len(acts)], None) if complete and len(acts) < len(habit) else None
+
+
+def find_step_mismatch(run: RunView) -> dict[int, layout.StepMark] | None:
+    """The first common optimizer step after which the ranks had taken part in different numbers of collectives."""
+    if not run.is_whole or uses_point_to_point(run) or any(view.page is None for view in run.ranks):
+        return None
+    last = min(view.num_steps for view in run.ranks)
+    first = max(1, max(view.num_steps for view in run.ranks) - layout.NUM_STEP_SLOTS + 1)
+    for step in range(first, last + 1):
+        marks = {view.rank: view.page.step_mark(step) for view in run.ranks if view.page}
+        known = {rank: mark for rank, mark in marks.items() if mark is not None}
+        if len(known) == len(run.ranks) and len({mark.sequence for mark in known.values()}) > 1:
+            return known
+    return None

@@ -1,0 +1,43 @@
+"""One rank has left a loop in which another still works.
+
+## What it sees
+One rank waits in a collective inside a loop; another waits at a line behind that loop, and its data were not used up.
+
+## Why it matters
+What decides about the end of the loop is a value that each rank has for itself: its clock, its loss, its files. The ranks
+disagree by one iteration, and wait for each other from then on.
+
+## What to do
+Let one rank decide and send the decision to all, as `dist.broadcast` of a flag, or all-reduce the value before it is compared.
+
+## When it is wrong
+When the loop has several ways out, the one named here is the most likely one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from instep.diagnose.hang import cite_positions, classify
+from instep.diagnose.run_view import RunView, short
+from instep.records.finding import Finding
+
+
+def check(run: RunView) -> Iterator[Finding]:
+    hang = classify(run)
+    if hang is None or hang.kind != "loop-left-early" or hang.fork is None:
+        return
+    fork = hang.fork
+    one_of = "" if fork.choices < 2 else f" (one of {fork.choices} ways out)"
+    yield Finding(
+        id="hang/loop-left-early",
+        title=f"rank {fork.outside} has left the loop in which rank {fork.inside} still waits",
+        cause=f"The way out of the loop is decided at {short(fork.where)}{one_of} by each rank for itself: "
+        f"`{fork.where.source}`. Rank {fork.outside} went on, rank {fork.inside} waits for it in the loop.",
+        fix=(f"let one rank decide at {short(fork.where)} and broadcast the decision, or all-reduce the value first",),
+        evidence=cite_positions(run, hang.waiting + hang.outside),
+        certainty="certain" if hang.proven else "likely",
+        ranks=(fork.outside,),
+        where=fork.where,
+        explains=("hang/*", "numbers/*"),
+    )

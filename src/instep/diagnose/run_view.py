@@ -1,0 +1,309 @@
+"""A run as the rules see it: what each rank noted, where it was last, how it ended. Read once, then only looked at."""
+
+from __future__ import annotations
+
+import json
+import linecache
+import os
+import re
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from instep.records import recording as layout
+from instep.records.event import Event, read_events
+from instep.records.finding import CallSite, Evidence
+from instep.records.recording import Mark, Page, read_page
+from instep.records.run_dir import RankDir, RunDir
+
+_FRAME = re.compile(r'  File "(?P<file>.+)", line (?P<line>\d+) in (?P<name>.+)')
+_TRACED = re.compile(r'  File "(?P<file>.+)", line (?P<line>\d+), in (?P<name>.+)')
+ECHO = re.compile(
+    r"closed by peer|reset by peer|broken pipe|connection refused|socket timeout|remote process exited"
+    r"|application timeout caused pair closure|communicator was aborted|was likely closed|timed out waiting",
+    re.IGNORECASE,
+)
+
+
+@dataclass(frozen=True)
+class Frame:
+    """One call on a stack. own: of the user's code."""
+
+    file: str
+    line: int
+    name: str
+    own: bool = True
+
+    @property
+    def site(self) -> CallSite:
+        return CallSite(self.file, self.line, source_line(self.file, self.line))
+
+
+@dataclass(frozen=True)
+class Position:
+    """What a rank's main thread was doing when it was last seen. kind: collective, backward, forward, data, step,
+    outside, ended; frames: the user's, innermost first."""
+
+    rank: int
+    kind: str
+    operation: str
+    site: CallSite | None
+    frames: tuple[Frame, ...]
+    since: float
+    step: int
+    sequence: int
+    count: int = 0
+
+    @property
+    def waits(self) -> bool:
+        return self.kind == "collective"
+
+    def describe(self) -> str:
+        at = f" at {short(self.site)}" if self.site else ""
+        if self.kind == "collective":
+            return f"in {self.operation}{at}"
+        words = {"backward": "in backward", "forward": "in the wrapped model's forward", "data": "waiting for a batch"}
+        words |= {"step": "in optimizer.step", "ended": "at its end"}
+        return f"{words.get(self.kind, 'running')}{at}"
+
+
+def source_line(file: str, line: int) -> str:
+    return linecache.getline(file, line).strip()
+
+
+def short(site: CallSite | None) -> str:
+    return f"{os.path.basename(site.file)}:{site.line}" if site else "an unknown line"
+
+
+@dataclass(frozen=True, eq=False)
+class RankView:
+    """One rank. Facts that were not left behind are None or empty."""
+
+    rank: int
+    page: Page | None
+    events: tuple[Event, ...]
+    snapshot: dict[str, Any] | None = None
+    failure: dict[str, Any] | None = None
+    crash_text: str = ""
+    stacks_text: str = ""
+
+    @cached_property
+    def sites(self) -> dict[int, CallSite]:
+        rows = self.named("site")
+        return {row["id"]: CallSite(row["file"], row["line"], source_line(row["file"], row["line"])) for row in rows}
+
+    def named(self, name: str) -> list[Event]:
+        return [event for event in self.events if event.name == name]
+
+    def last(self, name: str) -> Event | None:
+        found = self.named(name)
+        return found[-1] if found else None
+
+    def site(self, number: int | None) -> CallSite | None:
+        return self.sites.get(number or 0)
+
+    @cached_property
+    def marks(self) -> list[Mark]:
+        """Of the main thread."""
+        return [mark for mark in self.page.marks() if not mark.flags & layout.OTHER_THREAD] if self.page else []
+
+    @property
+    def num_steps(self) -> int:
+        return self.page.num_steps if self.page else 0
+
+    @property
+    def exit_code(self) -> int | None:
+        """None while it runs, or when it is not known how it ended."""
+        if self.failure is not None:
+            return self.failure.get("exit_code")
+        return 0 if self.reached_end and not self.is_alive else None
+
+    @property
+    def reached_end(self) -> bool:
+        """Whether the interpreter came to its orderly end, whatever the exit code."""
+        return bool(self.marks) and self.marks[-1].kind == "ended"
+
+    @property
+    def is_alive(self) -> bool:
+        return self.page is not None and os.path.exists(f"/proc/{self.page.pid}")
+
+    @property
+    def error(self) -> dict[str, Any] | None:
+        """What it raised at its end: type, message, frames (dicts, innermost first)."""
+        told = (self.failure or {}).get("error")
+        if told:
+            return {"type": told["type"], "message": told["message"], "frames": _frames_of_text(told.get("text", ""))}
+        end = self.last("end")
+        if end is not None and end["errors"]:
+            return end["errors"][0]
+        return None
+
+    @property
+    def echoes(self) -> bool:
+        """Whether its error only says that another rank has gone."""
+        error = self.error
+        return error is not None and bool(ECHO.search(error["message"]))
+
+    @property
+    def main_frames(self) -> tuple[Frame, ...]:
+        """The user's frames of the main thread, innermost first: from the snapshot, a fatal signal, or its error."""
+        for thread in (self.snapshot or {}).get("threads", ()):
+            if thread["main"]:
+                return tuple(_frame(one) for one in thread["frames"] if one["own"])
+        if self.crash_text:
+            return _own(_frames_of_dump(self.crash_text))
+        error = self.error
+        return tuple(_frame(one) for one in error["frames"]) if error else ()
+
+    @property
+    def innermost(self) -> Frame | None:
+        """The innermost frame of the main thread, the user's or not."""
+        for thread in (self.snapshot or {}).get("threads", ()):
+            if thread["main"] and thread["frames"]:
+                return _frame(thread["frames"][0])
+        return None
+
+    @property
+    def other_threads(self) -> list[tuple[str, tuple[Frame, ...]]]:
+        rows = (self.snapshot or {}).get("threads", ())
+        return [(row["name"], tuple(_frame(one) for one in row["frames"])) for row in rows if not row["main"]]
+
+    @property
+    def worker_stacks(self) -> list[tuple[Frame, ...]]:
+        """Stacks that processes forked from this rank wrote on request; the rank's own are among them at worst."""
+        return [_frames_of_dump(text) for text in self.stacks_text.split("\n\n") if "File" in text]
+
+    @cached_property
+    def pending(self) -> dict[str, Any] | None:
+        """The oldest collective that had not come back, as the flight recorder knows it."""
+        waiting = [one for one in (self.snapshot or {}).get("collectives", ()) if not one["done"]]
+        return waiting[0] if waiting else None
+
+    @cached_property
+    def position(self) -> Position | None:
+        if self.page is None or not self.marks:
+            return None
+        mark = self.marks[-1]
+        frames = self.main_frames
+        here = frames[0].site if frames else None
+        stage, _, what = mark.kind.partition("-")
+        site = self.site(mark.site)
+        base = dict(rank=self.rank, frames=frames, since=mark.when, step=mark.step, sequence=mark.sequence)
+        if mark.kind == "ended":
+            return Position(kind="ended", operation="", site=None, **base)
+        if stage == "enter" and what == "collective":
+            return Position(kind="collective", operation=mark.operation, site=site, **base)
+        waiting = self.pending
+        if waiting is not None and (self.page.pending or stage == "enter"):
+            name = waiting["operation"] + (" (gradients)" if what == "backward" and stage == "enter" else "")
+            at = site if stage == "enter" else here
+            return Position(kind="collective", operation=name, site=at or here, **base)
+        if stage == "enter":
+            return Position(kind=what, operation="", site=site, count=mark.count, **base)
+        return Position(kind="outside", operation="", site=here or site, **base)
+
+    def cite(self, fact: str, source: str = "events.jsonl") -> Evidence:
+        return Evidence(fact, f"rank{self.rank}/{source}", self.rank)
+
+
+@dataclass(frozen=True, eq=False)
+class RunView:
+    """Everything known of a run."""
+
+    root: Path
+    ranks: tuple[RankView, ...]
+    stall: dict[str, Any] | None = None
+    pairing: dict[str, Any] | None = None
+    launch: dict[str, Any] = field(default_factory=dict[str, Any])
+
+    @property
+    def by_rank(self) -> dict[int, RankView]:
+        return {view.rank: view for view in self.ranks}
+
+    @property
+    def world_size(self) -> int:
+        return next((view.page.world_size for view in self.ranks if view.page), len(self.ranks))
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether there are notes of every rank: without them nothing can be said about what differs."""
+        return len(self.ranks) == self.world_size and all(view.page is not None for view in self.ranks)
+
+    @property
+    def positions(self) -> list[Position]:
+        return [view.position for view in self.ranks if view.position is not None]
+
+    def stalled_rank(self, rank: int) -> dict[str, Any]:
+        return next((row for row in (self.stall or {}).get("ranks", ()) if row["rank"] == rank), {})
+
+    def events(self, name: str) -> dict[int, list[Event]]:
+        """Events of a name by rank; ranks without any are left out."""
+        return {view.rank: found for view in self.ranks if (found := view.named(name))}
+
+    def seconds_since(self, when: float) -> float:
+        seen = (self.stall or {}).get("seen_at")
+        return max(0.0, seen - when) if seen else 0.0
+
+
+def read_run(root: Path) -> RunView:
+    run_dir = RunDir(root)
+    ranks = tuple(_read_rank(rank, run_dir.rank(rank)) for rank in run_dir.ranks())
+    return RunView(root, ranks, read_json(run_dir.stall), read_json(run_dir.pairing), read_json(run_dir.launch) or {})
+
+
+def _read_rank(rank: int, paths: RankDir) -> RankView:
+    return RankView(
+        rank,
+        read_page(paths.page),
+        tuple(read_events(paths.events)),
+        read_json(paths.snapshot),
+        read_json(paths.failure),
+        read_text(paths.crash),
+        read_text(paths.stacks),
+    )
+
+
+def read_json(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+
+
+def read_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
+
+
+def is_own(file: str) -> bool:
+    """Whether a file in a stack is the user's, judged by its path alone."""
+    return not re.search(r"/(site|dist)-packages/|/lib(64)?/python\d|/instep/launch/|^<", file)
+
+
+def _frame(row: dict[str, Any]) -> Frame:
+    return Frame(row["file"], row["line"], row["name"], row.get("own", True))
+
+
+def _own(frames: tuple[Frame, ...]) -> tuple[Frame, ...]:
+    return tuple(frame for frame in frames if frame.own)
+
+
+def _frames_of_dump(text: str) -> tuple[Frame, ...]:
+    """The main thread's part of what faulthandler wrote: the last stack that has a line of the user's, else the last."""
+    stacks = []
+    for part in text.split("\n\n"):
+        rows = [Frame(m["file"], int(m["line"]), m["name"], is_own(m["file"])) for m in _FRAME.finditer(part)]
+        if rows:
+            stacks.append(tuple(rows))
+    with_own = [stack for stack in stacks if any(frame.own for frame in stack)]
+    return (with_own or stacks or [()])[-1]
+
+
+def _frames_of_text(text: str) -> list[dict[str, Any]]:
+    """The user's frames of a printed traceback, innermost first."""
+    tail = text.rpartition("Traceback (most recent call last)")[2]
+    rows = [{"file": m["file"], "line": int(m["line"]), "name": m["name"]} for m in _TRACED.finditer(tail)]
+    return [row for row in reversed(rows) if is_own(row["file"])]

@@ -1,0 +1,118 @@
+"""Where a value came from: definitions behind an expression, followed through calls inside the user's files."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+
+from instep.diagnose.source import Function, Source
+
+_MOST_STEPS = 200
+
+
+def definitions(source: Source, expression: ast.AST, function: Function) -> Iterator[ast.AST]:
+    """Expressions and statements that made the value, nearest first: assignments of the names in it, what they were
+    made of, what called functions return, and what callers pass for parameters."""
+    queue: list[tuple[ast.AST, Function]] = [(expression, function)]
+    seen: set[ast.AST] = set()
+    while queue and len(seen) < _MOST_STEPS:
+        node, scope = queue.pop(0)
+        if node in seen:
+            continue
+        seen.add(node)
+        yield node
+        for name in _loaded_names(node):
+            queue += [(value, scope) for value in assigned_to(scope, name)]
+            queue += [(value, where) for value, where in _passed_for(source, scope, name)]
+            if not isinstance(scope, ast.Module):
+                queue += [(value, source.tree) for value in assigned_to(source.tree, name)]
+        queue += _called(source, node)
+
+
+def _loaded_names(node: ast.AST) -> list[str]:
+    found = [one.id for one in ast.walk(node) if isinstance(one, ast.Name) and isinstance(one.ctx, ast.Load)]
+    return list(dict.fromkeys(found))
+
+
+def assigned_to(scope: Function, name: str) -> list[ast.AST]:
+    """Values given to a name in a function, itself only: assignments, loops, `with ... as`, growth of a container."""
+    found: list[ast.AST] = []
+    for node in _own_nodes(scope):
+        if isinstance(node, ast.Assign) and any(_binds(target, name) for target in node.targets):
+            found.append(_part_for(node, name))
+        elif isinstance(node, (ast.AnnAssign, ast.AugAssign)) and _binds(node.target, name) and node.value is not None:
+            found.append(node.value)
+        elif isinstance(node, (ast.For, ast.AsyncFor)) and _binds(node.target, name):
+            found.append(node.iter)
+        elif isinstance(node, ast.withitem) and node.optional_vars is not None and _binds(node.optional_vars, name):
+            found.append(node.context_expr)
+    return found
+
+
+def _part_for(node: ast.Assign, name: str) -> ast.AST:
+    """Of `a, b = x, y` the side that belongs to the name."""
+    for target in node.targets:
+        if isinstance(target, (ast.Tuple, ast.List)) and isinstance(node.value, (ast.Tuple, ast.List)):
+            for one, value in zip(target.elts, node.value.elts):
+                if _binds(one, name):
+                    return value
+    return node.value
+
+
+def _own_nodes(scope: Function) -> Iterator[ast.AST]:
+    """Nodes of a function without those of functions inside it."""
+    queue: list[ast.AST] = list(ast.iter_child_nodes(scope))
+    while queue:
+        node = queue.pop(0)
+        yield node
+        if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)):
+            queue[:0] = list(ast.iter_child_nodes(node))
+
+
+def _binds(target: ast.AST, name: str) -> bool:
+    return any(isinstance(node, ast.Name) and node.id == name for node in ast.walk(target)) and not isinstance(
+        target, (ast.Subscript, ast.Attribute)
+    )
+
+
+def _passed_for(source: Source, scope: Function, name: str) -> list[tuple[ast.AST, Function]]:
+    """What the callers in this file pass for a parameter."""
+    if isinstance(scope, ast.Module):
+        return []
+    parameters = [one.arg for one in (*scope.args.posonlyargs, *scope.args.args)]
+    if name not in (*parameters, *(one.arg for one in scope.args.kwonlyargs)):
+        return []
+    found: list[tuple[ast.AST, Function]] = []
+    for call in (node for node in ast.walk(source.tree) if isinstance(node, ast.Call)):
+        if getattr(call.func, "id", getattr(call.func, "attr", None)) != scope.name:
+            continue
+        where = source.function_at(call.lineno)
+        found += [(word.value, where) for word in call.keywords if word.arg == name]
+        shift = 1 if isinstance(call.func, ast.Attribute) and parameters[:1] == ["self"] else 0
+        position = parameters.index(name) - shift if name in parameters else -1
+        if 0 <= position < len(call.args):
+            found.append((call.args[position], where))
+    return found
+
+
+def _called(source: Source, node: ast.AST) -> list[tuple[ast.AST, Function]]:
+    """What the functions of this file that an expression calls return."""
+    found: list[tuple[ast.AST, Function]] = []
+    for call in (one for one in ast.walk(node) if isinstance(one, ast.Call)):
+        name = getattr(call.func, "id", getattr(call.func, "attr", None))
+        for function in source.functions():
+            if function.name == name:
+                found += [(one, function) for one in _own_nodes(function) if isinstance(one, (ast.Return, ast.Yield))]
+    return found
+
+
+def call_at(source: Source, line: int, *names: str) -> ast.Call | None:
+    """The call of one of these names that stands at a line (of the innermost statement there)."""
+    statement = source.statement_at(line)
+    if statement is None:
+        return None
+    for node in ast.walk(statement):
+        if isinstance(node, ast.Call) and node.lineno <= line <= (node.end_lineno or node.lineno):
+            if getattr(node.func, "id", getattr(node.func, "attr", None)) in names:
+                return node
+    return None
