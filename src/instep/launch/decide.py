@@ -113,7 +113,7 @@ def exit_code(group: GroupState) -> int:
     if guilty is not None:
         if guilty.error is not None and guilty.error["is_usage"]:
             return guilty.error["exit_code"]
-        return shell_code(guilty.exit_code or 0)
+        return shell_code(own_exit_code(group, guilty))
     if agent is not None and agent.end != "done":
         return EXIT_NODES_LOST
     return 1 if stop is not None and stop.reason == "lost" else 0
@@ -127,6 +127,13 @@ def first_guilty(group: GroupState) -> RankState | None:
     failures = [rank for rank in group.failures if not was_ended_by_us(group, rank)]
     own = [rank for rank in failures if not is_consequence(rank.error)]
     return (own or failures or [None])[0]
+
+
+def own_exit_code(group: GroupState, rank: RankState) -> int:
+    """A failed rank's exit code; 1 when it had raised and our signal came before its process was gone."""
+    code = rank.exit_code or 0
+    hit = rank.error is not None and group.stop is not None and -code in group.stop.sent
+    return 1 if hit else code
 
 
 def was_ended_by_us(group: GroupState, rank: RankState) -> bool:

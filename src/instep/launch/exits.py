@@ -66,7 +66,12 @@ def signal_name(number: int) -> str:
 
 def is_consequence(error: dict[str, Any] | None) -> bool:
     """Whether an exception only says that another rank has gone."""
+    return echo_in(error) is not None
+
+
+def echo_in(error: dict[str, Any] | None) -> str | None:
+    """The words by which an exception says that another rank has gone, or None."""
     if error is None or error["type"] not in _ECHO_TYPES:
-        return False
+        return None
     text = error["message"].lower()
-    return any(echo in text for echo in _ECHOES)
+    return next((echo for echo in _ECHOES if echo in text), None)

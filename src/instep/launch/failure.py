@@ -10,8 +10,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from instep.launch.decide import first_guilty, was_ended_by_us
-from instep.launch.exits import describe_exit, is_consequence, signal_name
+from instep.launch.decide import first_guilty, own_exit_code, was_ended_by_us
+from instep.launch.exits import describe_exit, echo_in, is_consequence, signal_name
 from instep.launch.group_state import GroupState, RankState
 from instep.launch.memory_facts import MemoryFacts, describe_bytes, explain_kill
 from instep.records.finding import CallSite, Evidence, Finding
@@ -27,7 +27,12 @@ def describe_failure(group: GroupState, run_dir: RunDir) -> str:
     if guilty is None:
         return ""
     same = _ranks_with_same_error(group, guilty)
-    parts = [*_echoes(group, same), _headline(guilty, same, group), _own_words(guilty, run_dir)]
+    parts = [
+        *_echoes(group, same),
+        _why_an_echo(group, guilty),
+        _headline(guilty, same, group),
+        _own_words(guilty, run_dir),
+    ]
     return "\n".join(part for part in parts if part) + "\n"
 
 
@@ -51,10 +56,11 @@ def _headline(guilty: RankState, same: list[RankState], group: GroupState) -> st
     where = f"on {socket.gethostname()}"
     if guilty.error is not None and guilty.error["is_usage"]:
         return f"instep: {names} {where} stopped:"
-    how = describe_exit(guilty.exit_code or 0)
-    late = " after all" if group.restart else ""
-    attempts = f" (attempt {group.restart + 1}{late})" if group.restart else ""
-    return f"instep: {names} {where} {how}{attempts}"
+    how = describe_exit(own_exit_code(group, guilty))
+    if guilty.exit_site is not None and guilty.error is None:
+        how += f", at {guilty.exit_site['file']}:{guilty.exit_site['line']}: {guilty.exit_site['source']}"
+    attempt = f" (attempt {group.restart + 1})" if group.restart else ""
+    return f"instep: {names} {where} {how}{attempt}"
 
 
 def _own_words(guilty: RankState, run_dir: RunDir) -> str:
@@ -81,9 +87,26 @@ def _echoes(group: GroupState, same: list[RankState]) -> list[str]:
     return lines
 
 
+def _why_an_echo(group: GroupState, guilty: RankState) -> str:
+    """When even the first failure only says that another rank has gone: which one that may be."""
+    if not is_consequence(guilty.error):
+        return ""
+    left = [
+        rank.place.rank for rank in group.ranks if rank.exit_code == 0 and (rank.ended_at or 0.0) <= guilty.failed_at
+    ]
+    if left:
+        return f"instep: {name_ranks(left)} had ended before, with exit code 0"
+    if len(group.ranks) < int(guilty.place.variables["WORLD_SIZE"]):
+        return "instep: the rank that failed first is on another machine; its own `instep run` tells how"
+    return ""
+
+
 def _summary(rank: RankState) -> str:
     if rank.error is None:
         return describe_exit(rank.exit_code or 0)
+    echo = echo_in(rank.error)
+    if echo is not None:
+        return f"{rank.error['type']}, {echo}"
     first = (rank.error["message"].splitlines() or [""])[0]
     return f"{rank.error['type']}: {first[:160]}" if first else rank.error["type"]
 

@@ -131,7 +131,7 @@ def reason_against_fork(spec: LaunchSpec, environ: Mapping[str, str]) -> str | N
 def _start_agent(watch: Watch, words: tuple[str, ...], log: int, now: float) -> socket.socket:
     spec = watch.spec
     ours, theirs = channel.open_channel()
-    program = [spec.program.target, *spec.program.args]
+    program = ["--", spec.program.target, *spec.program.args]  # so that no argument of the script is read as an option
     with theirs:
         watch.zygote.ask("agent", "agent", (log, log, theirs.fileno()), options=list(words), program=program)
     watch.group.agent = AgentState(now)

@@ -97,6 +97,8 @@ OUR_OPTIONS = (
 )
 
 _SHORT = {"-n": "--nproc-per-node"}
+# What other launchers call it.
+_FOREIGN = {"--nprocs": "-n", "--num-processes": "-n", "--num_processes": "-n", "--np": "-n", "--num-nodes": "--nnodes"}
 _REPEATED = ("set",)
 
 
@@ -198,7 +200,7 @@ def _unknown(name: str) -> str:
     import difflib  # rarely needed; importing it costs as much as the whole parse
 
     flags = [flag for option in (*TORCH_OPTIONS, *OUR_OPTIONS) for flag in option.flags]
-    near = difflib.get_close_matches(name, flags, n=1)
+    near = [_FOREIGN[name]] if name in _FOREIGN else difflib.get_close_matches(name, flags, n=1)
     hint = f"Did you mean {near[0]}?" if near else "`instep run --help` lists them."
     return f"{name} is not an option of `instep run`. {hint} Options of your script come after its name."
 

@@ -65,7 +65,7 @@ def enter(job: Job) -> None:
         _tell_exit(job, error)
         raise
     except BaseException as error:
-        error.__traceback__ = _without_our_frames(error.__traceback__)
+        _forget_our_frames(error)
         _tell(job, error)
         if isinstance(error, InstepError):
             sys.exit(error.exit_code)
@@ -106,19 +106,31 @@ def _install_probe(job: Job) -> None:
         print(f"instep: this rank is not watched ({type(error).__name__}: {error})", file=sys.stderr)
 
 
+def _forget_our_frames(error: BaseException) -> None:
+    """Takes what instep's launcher added to the stack out of a traceback, in the causes of an exception too."""
+    seen: set[int] = set()
+    left: list[BaseException | None] = [error]
+    while left:
+        each = left.pop()
+        if each is not None and id(each) not in seen:
+            seen.add(id(each))
+            each.__traceback__ = _without_our_frames(each.__traceback__)
+            left += [each.__cause__, each.__context__]
+
+
 def _without_our_frames(trace: TracebackType | None) -> TracebackType | None:
-    ours = str(Path(__file__).parent)
-    while trace is not None and trace.tb_frame.f_code.co_filename.startswith((ours, "<frozen runpy")):
+    """Our entry, runpy at the top and what the probe wrapped around PyTorch's functions are left out."""
+    ours = str(Path(__file__).parent) + os.sep
+    kept: list[TracebackType] = []
+    while trace is not None:
+        name = trace.tb_frame.f_code.co_filename
+        runpy = not kept and (name == "<frozen runpy>" or name.endswith(f"{os.sep}runpy.py"))
+        if not runpy and not name.startswith(ours):
+            kept.append(trace)
         trace = trace.tb_next
-    if trace is not None and trace.tb_frame.f_code.co_filename.endswith(f"{os.sep}runpy.py"):
-        return _without_runpy(trace)
-    return trace
-
-
-def _without_runpy(trace: TracebackType) -> TracebackType | None:
-    while trace.tb_next is not None and trace.tb_frame.f_code.co_filename.endswith(f"{os.sep}runpy.py"):
-        trace = trace.tb_next
-    return trace
+    for one, following in zip(kept, [*kept[1:], None]):
+        one.tb_next = following
+    return kept[0] if kept else None
 
 
 def _tell(job: Job, error: BaseException) -> None:
