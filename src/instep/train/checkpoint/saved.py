@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -34,10 +34,14 @@ class Saved:
 
     def load_all(self, prefix: str = "") -> dict[str, torch.Tensor]:
         """Whole tensors in host memory, those whose name begins with `prefix`."""
+        return self.load(name for name in self.described if name.startswith(prefix))
+
+    def load(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
+        """Whole tensors in host memory, these alone."""
         tensors = {
-            name: torch.empty(each.shape, dtype=each.dtype)
-            for name, each in self.described.items()
-            if name.startswith(prefix)
+            name: torch.empty(self.described[name].shape, dtype=self.described[name].dtype)
+            for name in names
+            if name in self.described
         }
         self.read(tensors)
         return tensors

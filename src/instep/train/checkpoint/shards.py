@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -33,22 +34,23 @@ class ShardIndex:
 
     def read(self, targets: Mapping[str, torch.Tensor]) -> None:
         """Fills targets, file by file. Raises CheckpointError for what is not here, or is of another shape."""
-        work: dict[Path, list[tuple[str, Shard, Piece]]] = defaultdict(list)
+        work: dict[Path, list[tuple[str, torch.Tensor, tuple[slice, ...]]]] = defaultdict(list)
         for name, target in targets.items():
             self._check(name, target)
             for piece in local_pieces(target):
                 covered = 0
                 for shard in self.shards[name]:
-                    overlap = _overlap(shard, piece)
+                    overlap = find_overlap(shard, piece)
                     if overlap is not None:
-                        work[shard.file].append((name, shard, piece))
-                        covered += _count(overlap)
+                        there, here = overlap_slices(overlap, shard, piece)
+                        work[shard.file].append((name, piece.local[here], there))
+                        covered += count(overlap)
                 if covered != piece.local.numel():
                     raise CheckpointError(f"{name} is not whole: {covered} of {piece.local.numel()} numbers are there.")
         for file, items in work.items():
             with safe_open(file, framework="pt") as opened, torch.no_grad():
-                for name, shard, piece in items:
-                    _copy(opened.get_slice(name), shard, piece)
+                for name, room, there in items:
+                    room.copy_(opened.get_slice(name)[there])
 
     def _check(self, name: str, target: torch.Tensor) -> None:
         if name not in self.described:
@@ -86,7 +88,7 @@ def _read_head(file: Path) -> Iterable[tuple[str, torch.dtype, Shard]]:
         raise CheckpointError(f"{file} cannot be read as a safetensors file: {error}.") from None
 
 
-def _overlap(shard: Shard, piece: Piece) -> list[tuple[int, int]] | None:
+def find_overlap(shard: Shard, piece: Piece) -> list[tuple[int, int]] | None:
     """Begin and end of what they share in each dimension of the whole tensor; None when they share nothing."""
     spans = [
         (max(a, b), min(a + m, b + n)) for a, m, b, n in zip(shard.offsets, shard.sizes, piece.offsets, piece.sizes)
@@ -94,15 +96,14 @@ def _overlap(shard: Shard, piece: Piece) -> list[tuple[int, int]] | None:
     return spans if all(begin < end for begin, end in spans) else None
 
 
-def _count(spans: list[tuple[int, int]]) -> int:
-    count = 1
-    for begin, end in spans:
-        count *= end - begin
-    return count
-
-
-def _copy(view, shard: Shard, piece: Piece) -> None:  # type: ignore[no-untyped-def]  # PySafeSlice has no public type
-    spans = _overlap(shard, piece) or []
+def overlap_slices(
+    spans: list[tuple[int, int]], shard: Shard, piece: Piece
+) -> tuple[tuple[slice, ...], tuple[slice, ...]]:
+    """The same numbers as seen in the shard, and as seen in the piece."""
     there = tuple(slice(begin - base, end - base) for (begin, end), base in zip(spans, shard.offsets))
     here = tuple(slice(begin - base, end - base) for (begin, end), base in zip(spans, piece.offsets))
-    piece.local[here].copy_(view[there])
+    return there, here
+
+
+def count(spans: list[tuple[int, int]]) -> int:
+    return math.prod(end - begin for begin, end in spans)

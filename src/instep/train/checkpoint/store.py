@@ -80,6 +80,7 @@ class Checkpoints:
         Waits first for the save before, and raises CheckpointError if that one failed.
         """
         self._settle()
+        self._known_good = None
         snapshot = _snapshot(values) if self._world.is_main else {}
         mine, total = self._share_out(tensors, step)
         token = secrets.token_hex(4)
@@ -137,7 +138,7 @@ class Checkpoints:
     def open(self, path: Path | str = "latest") -> Saved:
         """Raises CheckpointError when the one asked for by name is damaged, or when `latest` finds none."""
         if str(path) == "latest":
-            found = self.newest_good()
+            found = self._known_good or self.newest_good()
             if found is None:
                 raise CheckpointError(f"there is no whole checkpoint in {self.run_dir.checkpoints}.")
         else:
