@@ -96,25 +96,27 @@ class TensorFetch:
 
     def __init__(self, tensors: Sequence[torch.Tensor], rows: Sequence[int] | None) -> None:
         self._tensors = tensors
-        self._device = tensors[0].device if tensors else torch.device("cpu")
-        self._is_shared = all(tensor.device == self._device for tensor in tensors)
         self._rows = None if rows is None else torch.as_tensor(rows, dtype=torch.int64)
+        self._is_on_cpu = all(tensor.device.type == "cpu" for tensor in tensors)
         self.pinned = False
 
     def __call__(self, positions: Any) -> tuple[int, list[torch.Tensor]]:
-        if isinstance(positions, range) and self._rows is None and not self.pinned:
+        if isinstance(positions, torch.Tensor):
+            rows = positions
+        elif isinstance(positions, range) and self._rows is None and not self.pinned:
             start, count = positions.start, len(positions)
             return count, [tensor.narrow(0, start, count).clone() for tensor in self._tensors]
-        rows: torch.Tensor = (
-            positions if isinstance(positions, torch.Tensor) else torch.as_tensor(positions, dtype=torch.int64)
-        )
+        else:
+            rows = torch.as_tensor(positions, dtype=torch.int64)
         if self._rows is not None:
             rows = self._rows.index_select(0, rows)
+        # A tensor of its own for each micro-batch, not a window on one of the whole step: the results of some kernels
+        # depend on where in memory their input begins, and the step's beginning depends on the number of ranks.
         if self.pinned:
-            return len(rows), [self._select_pinned(tensor, rows) for tensor in self._tensors]
-        if self._device.type == "cpu" and self._is_shared:
-            return len(rows), [tensor.index_select(0, rows) for tensor in self._tensors]
-        return len(rows), [tensor.index_select(0, rows.to(tensor.device)) for tensor in self._tensors]
+            return rows.numel(), [self._select_pinned(tensor, rows) for tensor in self._tensors]
+        if self._is_on_cpu:
+            return rows.numel(), [tensor.index_select(0, rows) for tensor in self._tensors]
+        return rows.numel(), [tensor.index_select(0, rows.to(tensor.device)) for tensor in self._tensors]
 
     def _select_pinned(self, tensor: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         """Into page-locked memory at once, so that the copy to the device need not be waited for."""

@@ -53,12 +53,13 @@ class DeviceCopy:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
+        self._is_host = device.type == "cpu"
         self.is_ahead = device.type == "cuda"
         self._stream = torch.cuda.Stream(device) if self.is_ahead else None
 
     def move(self, data: Any) -> Any:
         """The data on the device, for a device without streams of its own."""
-        return data if self.device.type == "cpu" else map_tensors(data, lambda value: value.to(self.device))
+        return data if self._is_host else map_tensors(data, lambda value: value.to(self.device))
 
     def begin(self, data: Any) -> tuple[Any, Any]:
         """What `finish` takes. What lies on the device already stays as it is."""

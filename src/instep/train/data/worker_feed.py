@@ -179,6 +179,8 @@ def _indexed_tasks(order: Order, local: Sequence[int], epoch: int, step: int) ->
         for slot in local:
             positions = order.positions(step, slot)
             if len(positions):
+                if isinstance(positions, torch.Tensor):  # a tensor would travel as a file of shared memory
+                    positions = positions.tolist()
                 yield epoch, step, slot, positions
         step += 1
 
