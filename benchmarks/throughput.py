@@ -1,0 +1,95 @@
+"""How fast do two processes train? A GPT of 10.8 M parameters, an MLP of 25 M and a convnet with batch norm.
+
+    python benchmarks/throughput.py                     # on the loopback interface; about ten minutes
+    python benchmarks/throughput.py --rate 1gbit        # two network namespaces with 1 Gbit between them (root)
+    python benchmarks/throughput.py --tasks mlp --rounds 4
+
+Against DistributedDataParallel as it comes, the same with a fused optimizer, Accelerate and Lightning Fabric. All
+train on the same samples from the same weights; the losses of the first steps are compared before anything is timed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from dataclasses import asdict
+from pathlib import Path
+
+from intervals import paired_ratio, summarise
+from links import run_ranks, why_no_hosts
+
+SAME = 1e-3  # largest relative difference of a loss that is put down to the order of sums
+
+
+def work(args: argparse.Namespace) -> None:
+    """What each rank does."""
+    from rounds import join, measure
+    from tasks import TASKS
+
+    rank, size = join()
+    measured = measure(TASKS[args.tasks[0]](), rank, size, args.rounds, args.block_steps, args.dir)
+    if rank == 0:
+        args.worker.write_text(json.dumps(asdict(measured)))
+
+
+def report(task: str, measured: dict, where: str) -> dict:
+    from rounds import largest_difference
+
+    seconds = measured["seconds"]
+    differences = largest_difference(measured["losses"], "by hand")
+    rows = {}
+    print(
+        f"\n{task}, 2 processes, {where}: milliseconds per step, and speed over stock DistributedDataParallel and fused"
+    )
+    print(
+        f"{'':18} {'p10':>7} {'median':>7} {'spread':>7}   {'speed [95 %]':22} {'over fused [95 %]':22} losses differ"
+    )
+    for name, blocks in seconds.items():
+        times = summarise(blocks)
+        speed, over_fused = (paired_ratio(seconds[other], blocks) for other in ("by hand", "by hand, fused"))
+        difference = differences.get(name, 0.0)
+        rows[name] = {
+            **asdict(times),
+            "speed": asdict(speed),
+            "over_fused": asdict(over_fused),
+            "losses_differ": difference,
+        }
+        milliseconds = " ".join(f"{value / 1e3:7.1f}" for value in (times.p10, times.median, times.spread))
+        verdict = f"{difference:.1e}" + ("" if difference <= SAME else "  NOT THE SAME TRAINING")
+        print(f"{name:18} {milliseconds}   {speed!s:22} {over_fused!s:22} {verdict}")
+    for name in measured["missing"]:
+        print(f"{name:18} not installed, left out")
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Speed of two processes.")
+    parser.add_argument("--tasks", nargs="+", default=["gpt", "mlp", "conv"], choices=["gpt", "mlp", "conv", "tiny"])
+    parser.add_argument("--rate", help="limit of the link between the two processes, as tc writes it: 1gbit")
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--block-steps", type=int, default=4, help="steps of a variant in a row")
+    parser.add_argument("--json", type=Path, help="write the figures here as well")
+    parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--dir", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.worker:
+        return work(args)
+    if args.rate and (reason := why_no_hosts()):
+        parser.error(f"--rate {args.rate}: {reason}; leave it out to measure on the loopback interface")
+
+    rows = {}
+    for task in args.tasks:
+        with tempfile.TemporaryDirectory() as scratch:
+            result = Path(scratch, "measured.json")
+            options = ["--tasks", task, "--rounds", args.rounds, "--block-steps", args.block_steps]
+            command = [sys.executable, __file__, *map(str, [*options, "--worker", result, "--dir", f"{scratch}/run"])]
+            run_ranks(command, 2, args.rate, f"{scratch}/log.txt", timeout_seconds=1800)
+            rows[task] = report(task, json.loads(result.read_text()), args.rate or "loopback")
+    if args.json:
+        args.json.write_text(json.dumps(rows, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
