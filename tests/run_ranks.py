@@ -23,9 +23,12 @@ _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["torch", "torch.distributed", "torch._dynamo"])  # the first optimizer imports dynamo
 
 
-def run_ranks(function: Callable[..., Any], size: int, *arguments: Any, timeout_seconds: float = 60) -> list[Any]:
+def run_ranks(
+    function: Callable[..., Any], size: int, *arguments: Any, timeout_seconds: float = 60, may_die: tuple[int, ...] = ()
+) -> list[Any]:
     """function(rank, size, *arguments) on `size` ranks of a gloo group; module-level, as it is pickled.
 
+    may_die: ranks that end without an answer; their result is None.
     Raises RuntimeError with the first traceback when a rank fails, and with the ranks' names when they do not end.
     """
     with tempfile.TemporaryDirectory() as folder:
@@ -33,12 +36,12 @@ def run_ranks(function: Callable[..., Any], size: int, *arguments: Any, timeout_
         for rank in range(size):
             ours, theirs = _context.Pipe()
             job = (theirs, f"{folder}/store", rank, size, function, arguments)
-            process = _context.Process(target=_rank, args=job, daemon=True)
+            process = _context.Process(target=_rank, args=job)  # no daemon: it may have data workers
             process.start()
             theirs.close()
             ranks.append((process, ours))
         try:
-            return _collect([pipe for _, pipe in ranks], time.monotonic() + timeout_seconds)
+            return _collect([pipe for _, pipe in ranks], time.monotonic() + timeout_seconds, may_die)
         finally:
             for _, pipe in ranks:
                 pipe.close()
@@ -48,7 +51,7 @@ def run_ranks(function: Callable[..., Any], size: int, *arguments: Any, timeout_
                 process.join()
 
 
-def _collect(pipes: list[Connection], deadline: float) -> list[Any]:
+def _collect(pipes: list[Connection], deadline: float, may_die: tuple[int, ...]) -> list[Any]:
     results: dict[int, Any] = {}
     while len(results) < len(pipes):
         waiting = [pipe for rank, pipe in enumerate(pipes) if rank not in results]
@@ -60,8 +63,8 @@ def _collect(pipes: list[Connection], deadline: float) -> list[Any]:
             rank = pipes.index(pipe)  # type: ignore[arg-type]
             try:
                 failure, results[rank] = pickle.loads(pipe.recv_bytes())  # type: ignore[union-attr]
-            except EOFError:
-                failure = "ended without an answer"
+            except (EOFError, ConnectionResetError):
+                failure, results[rank] = None if rank in may_die else "ended without an answer", None
             if failure:
                 raise RuntimeError(f"rank {rank}: {failure}")
     return [results[rank] for rank in range(len(pipes))]

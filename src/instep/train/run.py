@@ -250,7 +250,7 @@ class Run:
             parameter.data = parameter.data.to(world.device)
         broadcast_weights(loose, world, self._group, f"the optimizer of {name}")
         follow_parameters(optimizer, world.device)
-        choice = choose_fused(optimizer)
+        choice = choose_fused(optimizer, self._models)
         if choice is not None:
             self._observer.say(str(choice))
         names = {id(p): key for key, p in loose.items()}

@@ -302,9 +302,8 @@ class Reducer:
                     self.parameters[i].grad = (
                         extra if own is None else own + extra if own.is_sparse else own.add_(extra)
                     )
-        if self.world.size > 1:
-            for i in sorted(self._sparse):
-                self.parameters[i].grad = self._sum_sparse(i, what)
+        for i in sorted(self._sparse):
+            self.parameters[i].grad = self._sum_sparse(i, what)
 
     def _outside_buckets(self) -> list[int]:
         return [i for i, bucket in enumerate(self._bucket_of) if bucket < 0 and self.parameters[i].requires_grad]
@@ -312,6 +311,8 @@ class Reducer:
     def _sum_sparse(self, i: int, what: str) -> Tensor | None:
         gradient = self.parameters[i].grad
         mine = None if gradient is None else gradient.coalesce()
+        if self.world.size == 1:
+            return mine
         parts = self.world.gather_objects(None if mine is None else (mine.indices().cpu(), mine.values().cpu()), what)
         found = [part for part in parts if part is not None]
         if not found:
