@@ -1,0 +1,164 @@
+"""Sums in shared memory: the bits of the tree, whoever adds, and no endless wait for a rank that is gone."""
+
+import os
+import signal
+import time
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from instep.train.reduce import shared_memory
+from instep.train.reduce.bucket import Bucket
+from instep.train.reduce.shared_memory import SharedSum, add_in_tree, can_share_memory
+from instep.train.world import World
+from run_ranks import run_ranks
+
+pytestmark = pytest.mark.skipif(
+    not can_share_memory(World(0, 2, 0, 2, torch.device("cpu"))), reason="this machine shares no memory this way"
+)
+SIZES = (1, 33, 4096, 100_001, 300_000)
+
+
+def make_transport(rank: int, size: int) -> SharedSum:
+    transport = SharedSum(dist.group.WORLD, World(rank, size, rank, size, torch.device("cpu")))
+    assert transport.is_shared
+    return transport
+
+
+def values(rank: int, index: int, step: int, dtype: torch.dtype) -> Tensor:
+    generator = torch.Generator().manual_seed(10_000 * step + 100 * rank + index)
+    return (torch.randn(SIZES[index], generator=generator) * 10.0**rank).to(dtype)
+
+
+def sum_steps(rank: int, size: int, dtype: torch.dtype) -> list[list[Tensor]]:
+    transport = make_transport(rank, size)
+    buckets = [Bucket(index, transport.allocate(numel, dtype)) for index, numel in enumerate(SIZES)]
+    seen = []
+    for step in range(3):
+        for bucket in buckets:
+            bucket.flat.copy_(values(rank, bucket.index, step, dtype))
+        handles = [transport.start(bucket) for bucket in buckets]
+        if rank == step % size:
+            time.sleep(0.05)  # a rank that comes late
+        for handle in handles:
+            handle.wait()
+            assert handle.is_completed()
+        seen.append([bucket.flat.clone() for bucket in buckets])
+    transport.close()
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("size", "dtype"), [(2, torch.float32), (3, torch.float64), (4, torch.float32), (2, torch.bfloat16)]
+)
+def test_each_rank_gets_the_bits_of_the_tree(size, dtype):
+    ranks = run_ranks(sum_steps, size, dtype)
+    for step in range(3):
+        for index in range(len(SIZES)):
+            expected = add_in_tree([values(rank, index, step, dtype) for rank in range(size)]).to(dtype)
+            for seen in ranks:
+                assert torch.equal(seen[step][index], expected)
+
+
+def other_buckets_and_a_new_layout(rank: int, size: int):
+    transport = make_transport(rank, size)
+    first = Bucket(0, transport.allocate(1000, torch.float32))
+    first.flat.fill_(rank + 1.0)
+    fresh = Bucket(0, torch.full((1000,), 10.0 * (rank + 1)))
+    handles = [transport.start(first), transport.start(fresh)]
+    for handle in handles:
+        handle.wait()
+    results = [first.flat.unique().tolist(), fresh.flat.unique().tolist()]
+    mapped = len(transport._regions)
+    del first, handles, handle
+    second = Bucket(0, transport.allocate(2000, torch.float32))
+    second.flat.fill_(100.0 * (rank + 1))
+    transport.start(second).wait()
+    assert len(transport._regions) == mapped == 1
+    left_open = [link for link in map(_link, os.listdir("/proc/self/fd")) if "instep" in link]
+    transport.close()
+    return [*results, second.flat.unique().tolist(), left_open]
+
+
+def _link(descriptor: str) -> str:
+    try:
+        return os.readlink(f"/proc/self/fd/{descriptor}")
+    except OSError:
+        return ""
+
+
+def test_a_bucket_outside_goes_through_the_group_and_a_new_layout_frees_the_old():
+    for results in run_ranks(other_buckets_and_a_new_layout, 2):
+        assert results == [[3.0], [30.0], [300.0], []]
+
+
+def one_is_killed(rank: int, size: int) -> tuple[str, float]:
+    transport = make_transport(rank, size)
+    bucket = Bucket(7, transport.allocate(1000, torch.float32))
+    transport.start(bucket).wait()
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    start = time.monotonic()
+    try:
+        transport.start(bucket).wait()
+    except RuntimeError as error:
+        return str(error), time.monotonic() - start
+    return "no error", 0.0
+
+
+def test_a_killed_rank_is_an_error_within_seconds():
+    text, seconds = run_ranks(one_is_killed, 2, may_die=(1,))[0]
+    assert text.startswith("rank 1 does not come to bucket 7: its process ") and text.endswith(" has ended")
+    assert seconds < 10
+
+
+def one_leaves_or_is_late(rank: int, size: int, leave: bool) -> list[str]:
+    transport = make_transport(rank, size)
+    bucket = Bucket(3, transport.allocate(1000, torch.float32))
+    bucket.flat.fill_(1.0)
+    texts = []
+    if rank == 1:
+        if leave:
+            transport.close()
+        else:
+            time.sleep(0.5)
+            transport.start(bucket).wait()
+        return texts
+    handle = transport.start(bucket)
+    while True:
+        try:
+            handle.wait(timedelta(milliseconds=50) if not leave else None)
+            return [*sorted(set(texts)), str(bucket.flat.unique().tolist())]
+        except RuntimeError as error:
+            texts.append(str(error))
+            if leave:
+                return texts
+
+
+def test_a_rank_that_leaves_is_an_error():
+    assert run_ranks(one_leaves_or_is_late, 2, True)[0] == ["rank 1 does not come to bucket 3: it has left the run"]
+
+
+def test_waiting_can_be_given_up_and_taken_up_again():
+    assert run_ranks(one_leaves_or_is_late, 2, False)[0] == ["bucket 3 timed out waiting for rank 1", "[2.0]"]
+
+
+def not_allowed_on_one_rank(rank: int, size: int, where: str):
+    if rank == 1 and where == "memory":
+        shared_memory._open_memory = lambda *_: None
+    if rank == 1 and where == "process":
+        shared_memory._find_process = lambda *_: None
+    transport = SharedSum(dist.group.WORLD, World(rank, size, rank, size, torch.device("cpu")))
+    bucket = Bucket(0, transport.allocate(10, torch.float32))
+    bucket.flat.fill_(rank + 1.0)
+    transport.start(bucket).wait()
+    transport.close()
+    return transport.is_shared, bucket.flat.unique().tolist()
+
+
+@pytest.mark.parametrize(("where", "is_shared"), [("memory", True), ("process", False)])
+def test_where_one_rank_may_not_see_the_others_all_go_through_the_group(where, is_shared):
+    assert run_ranks(not_allowed_on_one_rank, 2, where) == [(is_shared, [3.0])] * 2
