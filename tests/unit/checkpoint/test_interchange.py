@@ -263,7 +263,7 @@ def test_a_checkpoint_of_several_models_asks_which(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path, WORLD)
     checkpoints.save(*capture({"actor": nn.Linear(1, 1), "critic": nn.Linear(1, 1)}, {}), step=1)
     checkpoints.close()
-    with pytest.raises(CheckpointError, match=r"holds the models actor, critic; say which one with name="):
+    with pytest.raises(CheckpointError, match=r"holds the models actor, critic; name the one that is meant"):
         load_weights(nn.Linear(1, 1), tmp_path)
     load_weights(nn.Linear(1, 1), tmp_path, name="critic")
 

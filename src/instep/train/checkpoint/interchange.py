@@ -124,11 +124,16 @@ def export(model: nn.Module, path: Path | str, world: World) -> None:
 
 
 def write_weights(tensors: dict[str, torch.Tensor], target: Path) -> None:
-    """Replaces the file in one rename, durable when it returns. Raises OSError."""
+    """A safetensors file, or with the suffix .pt one of torch.save. Replaces it in one rename, durable when it
+    returns. Raises OSError."""
     target.parent.mkdir(parents=True, exist_ok=True)
     partial = target.with_name(f".{target.name}.{os.getpid()}")
     try:
-        save_file({key: value.cpu().contiguous() for key, value in tensors.items()}, partial, metadata={"format": "pt"})
+        dense = {key: value.cpu().contiguous() for key, value in tensors.items()}
+        if target.suffix == ".pt":
+            torch.save(dense, partial)
+        else:
+            save_file(dense, partial, metadata={"format": "pt"})
         with open(partial, "rb") as file:
             os.fsync(file.fileno())
         os.replace(partial, target)
@@ -139,3 +144,15 @@ def write_weights(tensors: dict[str, torch.Tensor], target: Path) -> None:
 
 def _whole(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.full_tensor() if is_dtensor(tensor) else tensor  # type: ignore[operator]
+
+
+def convert_weights(source: Path, target: Path, name: str | None = None) -> int:
+    """Weights of any format that can be read, as one .safetensors or .pt file; how many tensors. Raises OSError."""
+    weights = open_weights(source, name)
+    described = weights.source.described
+    tensors = {key: torch.empty(each.shape, dtype=each.dtype) for key, each in described.items()}
+    weights.source.read(tensors)
+    for key, other in weights.same.items():
+        tensors[key] = tensors[other].clone()
+    write_weights(tensors, target)
+    return len(tensors)

@@ -30,7 +30,7 @@ from instep.train.checkpoint.saving import Order, Saving
 from instep.train.checkpoint.shelf import Shelf
 from instep.train.world import World
 
-LEAVE_SECONDS = 30.0  # how long a rank that fails lets a save in flight finish
+LEAVE_SECONDS = 10.0  # how long a rank that fails lets a save in flight finish
 
 
 class Checkpoints:

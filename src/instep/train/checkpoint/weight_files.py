@@ -76,7 +76,7 @@ def _open_ours(path: Path, name: str | None) -> Weights:
     if name is None and len(models) == 1:
         (name,) = models
     if name not in models:
-        raise CheckpointError(f"{path} holds the models {', '.join(models)}; say which one with name=.")
+        raise CheckpointError(f"{path} holds the models {', '.join(models)}; name the one that is meant.")
     index = index_files(path / file for file in manifest.files if file.endswith(".safetensors"))
     prefix = f"model/{name}/"
     return Weights(
