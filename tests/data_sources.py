@@ -144,19 +144,34 @@ def loader_of(source: Any, rank: int = 0, world_size: int = 1, global_batch: int
 
 
 def steps_of(
-    make: Any, world_size: int = 1, epoch: int = 1, first_step: int = 0, most: int = 50, **options: Any
+    make: Any,
+    world_size: int = 1,
+    epoch: int = 1,
+    first_step: int = 0,
+    most: int = 50,
+    looks_ahead: bool = False,
+    **options: Any,
 ) -> Any:
-    """{(step, slot): (samples, data as lists)} of an epoch over all ranks. make: gives the source, anew for a rank."""
+    """{(step, slot): (samples, data as lists)} of an epoch over all ranks. make: gives the source, anew for a rank.
+
+    looks_ahead: asks whether there is a next step before this one is read.
+    """
     found: dict[tuple[int, int], Any] = {}
     for rank in range(world_size):
         loader = loader_of(make(), rank, world_size, **options)
         current = loader.start_epoch(epoch, first_step)
+        has_next = current.has_next()
         for step in range(first_step, first_step + most):
-            if not current.has_next():
+            if not has_next:
                 break
-            for micro_batch in current.next_step():
-                assert (step, micro_batch.slot) not in found
-                found[step, micro_batch.slot] = (micro_batch.num_samples, as_lists(micro_batch.data))
+            batches = current.next_step()
+            if looks_ahead:
+                has_next = current.has_next()
+            for batch in batches:
+                assert (step, batch.slot) not in found
+                found[step, batch.slot] = (batch.num_samples, as_lists(batch.data))
+            if not looks_ahead:
+                has_next = current.has_next()
         current.close()
         loader.close()
     return dict(sorted(found.items()))

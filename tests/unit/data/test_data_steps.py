@@ -62,6 +62,13 @@ def test_every_number_of_ranks_gets_the_same_steps(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", SOURCES)
+def test_asking_for_the_next_step_early_changes_nothing(name: str) -> None:
+    make, options = SOURCES[name]
+    one = steps_of(make, **options)
+    assert steps_of(make, 3, looks_ahead=True, **options) == one
+
+
+@pytest.mark.parametrize("name", SOURCES)
 def test_an_epoch_can_be_entered_at_any_step(name: str) -> None:
     make, options = SOURCES[name]
     one = steps_of(make, **options)

@@ -124,10 +124,12 @@ def test_a_dataset_with_a_state_goes_on_without_reading_again(splits: bool, stop
     one = steps_of(lambda: Stateful(splits))
     loaders = [loader_of(Stateful(splits), rank, 2) for rank in range(2)]
     epochs = [loader.start_epoch(1) for loader in loaders]
-    for _ in range(stop):
+    for number in range(stop):
         for epoch in epochs:
-            epoch.has_next()
-            list(epoch.next_step())
+            batches = epoch.next_step()
+            if number % 2:
+                epoch.has_next()
+            assert len(list(batches)) == len(batches)
     states = states_at(loaders, epochs)
     assert sorted(states) == list(range(8))
     for world_size in (1, 3):

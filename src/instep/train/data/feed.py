@@ -12,14 +12,15 @@ from instep.train.slots import Slots
 
 
 class Feed(Protocol):
-    """Steps are asked for in order: `has` and `slots` of a step, then `fetch` of some of these slots, in order."""
+    """Steps are asked for in order: `slots` of a step, then `fetch` of some of these slots, in order; `has` of the next
+    step may be asked before or after that."""
 
     num_steps: int | None
     may_run_ahead: bool  # whether a step may be fetched from before the one before it has been trained on
 
     def has(self, step: int) -> bool: ...
     def slots(self, step: int) -> Sequence[int]:
-        """This rank's slots that hold samples. What an earlier step left unfetched is passed over."""
+        """This rank's slots that hold samples. Steps before the one before it may not be fetched any more."""
         ...
 
     def fetch(self, step: int, slot: int) -> tuple[int, Any]:
@@ -69,38 +70,42 @@ class StreamFeed:
         """on_open: told, when the first sample has been read, whether the dataset has to be strided."""
         self._streams = streams
         self._local = tuple(slots.local)
-        self._step = first_step
-        self._nonempty: list[int] | None = None
-        self._unfetched: list[int] = []
+        self._step = first_step - 1  # the last step that was looked into
+        self._nonempty: list[int] = []
+        self._unread: list[int] = []
+        self._read: dict[tuple[int, int], tuple[int, Any]] = {}  # not yet asked for
         self._on_open: Callable[[bool], None] | None = on_open
 
     def has(self, step: int) -> bool:
         return bool(self.slots(step))
 
     def slots(self, step: int) -> Sequence[int]:
-        if self._nonempty is None or self._step != step:
-            self._pass_over()
+        if self._step != step:
+            self._read_up()
             self._step = step
             self._nonempty = [slot for slot in self._local if self._streams.peek(step, slot)]
-            self._unfetched = list(self._nonempty)
+            self._unread = list(self._nonempty)
             if self._on_open is not None:
                 self._on_open(self._streams.is_strided)
                 self._on_open = None
         return self._nonempty
 
     def fetch(self, step: int, slot: int) -> tuple[int, Any]:
-        self._unfetched.remove(slot)
+        if (step, slot) in self._read:
+            return self._read.pop((step, slot))
+        self._unread.remove(slot)
         return self._streams.take(step, slot)
 
     def states(self, step: int) -> dict[int, Any]:
         if self._step < step:
-            self._pass_over()
+            self._read_up()
         return {slot: self._streams.state(slot, step) for slot in self._local}
 
     def close(self) -> None:
-        self._unfetched = []
+        self._unread = []
+        self._read.clear()
 
-    def _pass_over(self) -> None:
-        for slot in self._unfetched:
-            self._streams.pass_over(self._step, slot)
-        self._unfetched = []
+    def _read_up(self) -> None:
+        """Reads what is left of the last step, which may yet be asked for, so that its streams can go on."""
+        self._read = {(self._step, slot): self._streams.take(self._step, slot) for slot in self._unread}
+        self._unread = []

@@ -263,7 +263,7 @@ class StreamWorkerFeed:
         self._local = tuple(local)
         self._on_note = on_note
         self._step = first_step - 1
-        self._ready: dict[int, tuple[int, Any]] = {}
+        self._ready: dict[int, dict[int, tuple[int, Any] | None]] = {}  # by step and slot, of the last two steps
         self._states: dict[int, dict[int, Any]] = {first_step: {slot: (states or {}).get(slot) for slot in local}}
         self._has_ended = False
         tasks = _stream_tasks(self._local, service.num_workers, epoch, first_step, states)
@@ -275,10 +275,13 @@ class StreamWorkerFeed:
     def slots(self, step: int) -> Sequence[int]:
         while self._step < step and not self._has_ended:
             self._receive(self._step + 1)
-        return [slot for slot in self._local if slot in self._ready]
+        return sorted(self._ready.get(step, ()))
 
     def fetch(self, step: int, slot: int) -> tuple[int, Any]:
-        return self._ready[slot]
+        result = self._ready[step][slot]
+        assert result is not None, "a micro-batch is fetched once"
+        self._ready[step][slot] = None  # what is trained on need not be kept here
+        return result
 
     def states(self, step: int) -> dict[int, Any]:
         return self._states[min(step, max(self._states))]
@@ -288,7 +291,7 @@ class StreamWorkerFeed:
 
     def _receive(self, step: int) -> None:
         self._step = step
-        self._ready.clear()
+        ready: dict[int, tuple[int, Any] | None] = {}
         states: dict[int, Any] = {}
         while len(states) < len(self._local):
             _, slot, count, data, note = self._results.next()
@@ -296,8 +299,9 @@ class StreamWorkerFeed:
                 states[slot] = note.state
                 self._on_note(note.is_strided, note.resume_seconds)
                 if count:
-                    self._ready[slot] = count, data
-        self._has_ended = not self._ready
+                    ready[slot] = count, data
+        self._ready = {step - 1: self._ready.get(step - 1, {}), step: ready}
+        self._has_ended = not ready
         self._states = {step: self._states[step], step + 1: states}
 
 
