@@ -7,7 +7,6 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from instep.launch.help import HELP
 from instep.launch.launch import BrokenTorch, Outcome, count_devices, launch
 from instep.launch.meeting import read_nodes
 from instep.launch.options import Parsed, parse
+from instep.launch.stall import watch_for_stalls
 from instep.launch.watch import Hooks
 from instep.overrides import read_override
 from instep.records.finding import Finding
@@ -25,6 +25,7 @@ from instep.records.run_dir import RunDir, write_json
 from instep.report.terminal import format_findings
 from instep.settings import read_setting
 
+_EXPLAIN_A_STALL = ("numbers/silent-pairing",)  # findings of other families that are the cause of one
 # Families of findings that explain why a rank ended; one of them makes the launcher's own finding needless.
 _EXPLAIN_AN_END = ("crash", "memory", "hang", "numbers", "nonfinite", "startup", "storage")
 
@@ -164,23 +165,37 @@ def _make_new_folder(parent: Path, name: str) -> Path:
 
 
 def make_hooks(spec: LaunchSpec) -> Hooks:
-    """What diagnosis does while ranks run, where it is there."""
-    return Hooks()
+    """What diagnosis does while ranks run, where it is there: it looks for stalls, and says what it knows of one."""
+    diagnose = find_diagnosis() if spec.watch else None
+    if diagnose is None:
+        return Hooks()
+    run_dir = RunDir(Path(spec.run_dir))
+
+    def describe() -> str:
+        findings = [one for one in diagnose(run_dir.root) if one.id.startswith("hang/") or one.id in _EXPLAIN_A_STALL]
+        write_json(run_dir.findings, [finding.as_json() for finding in findings])
+        return format_findings(findings)
+
+    return Hooks(on_tick=watch_for_stalls(run_dir, spec.stall_after_seconds, spec.on_stall == "stop", describe))
 
 
-def find_diagnosis() -> Callable[[Path], list[Finding]] | None:
-    if importlib.util.find_spec("instep.diagnose.engine") is None:
-        return None
-    from instep.diagnose.engine import diagnose
+def diagnose_run(run_dir: RunDir) -> list[Finding]:
+    """What diagnosis makes of the files of this run. Its own failure is said, and takes nothing else with it."""
+    try:
+        from instep.diagnose.engine import diagnose
 
-    return diagnose
+        return list(diagnose(run_dir.root))
+    except Exception as error:  # noqa: BLE001  # the exit code and the failing rank's words must come out in any case
+        say(
+            f"this run could not be diagnosed ({type(error).__name__}: {error}); its files are in {_short(run_dir.root)}"
+        )
+        return []
 
 
 def report(spec: LaunchSpec, outcome: Outcome) -> None:
     """The last words: the failing rank's own, then the findings, which are kept in findings.json too."""
-    diagnose = find_diagnosis() if spec.watch else None
     run_dir = RunDir(Path(spec.run_dir))
-    findings = list(diagnose(run_dir.root)) if diagnose is not None else []
+    findings = diagnose_run(run_dir) if spec.watch else []
     explained = any(finding.id.split("/")[0] in _EXPLAIN_AN_END for finding in findings)
     own = [outcome.crash] if outcome.crash is not None and not explained else []
     write_json(run_dir.findings, [finding.as_json() for finding in [*own, *findings]])

@@ -55,7 +55,8 @@ def slots_of(view: RankView) -> dict[int, Slot]:
             entered = None
     if entered is not None and not entered.flags & layout.OTHER_GROUP and not entered.kind.endswith("data"):
         first = entered.sequence + 1
-        if entered.kind.endswith("collective") or (view.page is not None and view.page.pending):
+        died = view.failure is not None  # then the newest reading of what is pending may be missing
+        if entered.kind.endswith("collective") or died or (view.page is not None and view.page.pending):
             found[first] = _slot(view, entered, first, True)
     return found
 
@@ -69,17 +70,14 @@ def _slot(view: RankView, mark: layout.Mark, sequence: int, is_open: bool) -> Sl
 @dataclass(frozen=True)
 class Mispairing:
     """The first collective in which the ranks meant different things. odd: the rank that departed from its habit;
-    expected: what that rank does there otherwise; got: what it did."""
+    expected: what that rank does there otherwise; got: what it did; is_silent: all ranks came through it and went on."""
 
     slots: tuple[Slot, ...]
     step: int
-    odd: int | None
-    expected: tuple[str, CallSite | None] | None
-    got: tuple[str, CallSite | None] | None
-
-    @property
-    def is_silent(self) -> bool:
-        return any(not slot.open for slot in self.slots)
+    is_silent: bool
+    odd: int | None = None
+    expected: tuple[str, CallSite | None] | None = None
+    got: tuple[str, CallSite | None] | None = None
 
 
 @cache
@@ -115,9 +113,8 @@ def _explain(run: RunView, tables: dict[int, dict[int, Slot]], slots: tuple[Slot
         difference = _first_difference(shapes.get(step, ()), habit, complete=max(shapes) > step)
         if difference is not None:
             departed.append((rank, *difference))
-    if len(departed) == 1:
-        return Mispairing(slots, step, *departed[0])
-    return Mispairing(slots, step, None, None, None)
+    is_silent = all(max(table) > slots[0].sequence for table in tables.values())
+    return Mispairing(slots, step, is_silent, *(departed[0] if len(departed) == 1 else ()))
 
 
 Act = tuple[str, CallSite | None]

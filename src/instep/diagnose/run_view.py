@@ -6,6 +6,7 @@ import json
 import linecache
 import os
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -70,6 +71,16 @@ class Position:
 
 def source_line(file: str, line: int) -> str:
     return linecache.getline(file, line).strip()
+
+
+def name_ranks(ranks: Iterable[int]) -> str:
+    """`rank 3`, `ranks 0, 2 and 5`, `ranks 0-7`."""
+    numbers = sorted(set(ranks))
+    if len(numbers) == 1:
+        return f"rank {numbers[0]}"
+    if len(numbers) > 2 and numbers == list(range(numbers[0], numbers[-1] + 1)):
+        return f"ranks {numbers[0]}-{numbers[-1]}"
+    return f"ranks {', '.join(map(str, numbers[:-1]))} and {numbers[-1]}"
 
 
 def short(site: CallSite | None) -> str:

@@ -127,8 +127,10 @@ def _names_bound(target: ast.expr, value: ast.expr, known: set[str]) -> set[str]
 
 def _is_rank_value(value: ast.expr, known: set[str]) -> bool:
     """Whether the value is a rank or a claim about it; not anything that was computed with it."""
-    if isinstance(value, (ast.Compare, ast.Name, ast.Attribute, ast.BoolOp, ast.UnaryOp, ast.Subscript)):
+    if isinstance(value, (ast.Compare, ast.Name, ast.Attribute, ast.BoolOp, ast.UnaryOp)):
         return _mentions_rank(value, frozenset(known))
+    if isinstance(value, ast.Subscript):
+        return isinstance(value.slice, ast.Constant) and _mentions_rank(value.slice, frozenset())
     if isinstance(value, ast.Call):
         words = {getattr(value.func, "attr", ""), getattr(value.func, "id", "")}
         if words & {"int", "bool", "str"} or any(_RANK_WORD.search(word) for word in words if word):

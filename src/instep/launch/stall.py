@@ -10,12 +10,15 @@ import contextlib
 import mmap
 import os
 import signal
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from instep.launch.group_state import GroupState
 from instep.launch.linux import list_children
+from instep.launch.watch import Verdict
 from instep.records import recording as layout
 from instep.records.recording import Page, check_page
 from instep.records.run_dir import RunDir, write_json
@@ -103,11 +106,13 @@ class StallWatch:
     _asked_at: float | None = None
     _declared: bool = False
     _request: int = 0
+    just_declared: bool = False
 
     def look(self, pids: dict[int, int | None], now: float) -> tuple[str, bool]:
         """pids: of every rank of this machine, None for one that has ended. Returns text to print, and whether the
         deadlock is proven. `now` is the monotonic clock."""
         sights = [self._see(rank, pid, now) for rank, pid in pids.items()]
+        self.just_declared = False
         known = [sight for sight in sights if sight is not None]
         stall = judge(known, now, self.stall_after) if known else None
         if stall is None:
@@ -120,7 +125,7 @@ class StallWatch:
             return "", False
         if not self._all_answered() and now - self._asked_at < ANSWER_SECONDS:
             return "", False
-        self._declared = True
+        self._declared = self.just_declared = True
         self._write(stall, now)
         return self.describe(), stall.proven
 
@@ -203,6 +208,21 @@ class StallWatch:
             with contextlib.suppress(OSError):
                 self.run_dir.stall.unlink()
         self._declared, self._asked_at = False, None
+
+
+def watch_for_stalls(
+    run_dir: RunDir, stall_after: float, stops: bool, describe: Callable[[], str]
+) -> Callable[[GroupState, float], Verdict | None]:
+    """What the launcher's loop calls at every tick. stops: end the run at any stall, not only at a proven deadlock."""
+    watch = StallWatch(run_dir, stall_after, describe)
+
+    def on_tick(group: GroupState, now: float) -> Verdict | None:
+        pids = {rank.place.rank: rank.pid if rank.alive else None for rank in group.ranks}
+        text, proven = watch.look(pids, time.monotonic())
+        declared = watch.just_declared
+        return Verdict(text, stop=declared and (proven or stops)) if text or declared else None
+
+    return on_tick
 
 
 def list_descendants(pid: int, depth: int = 3) -> list[int]:

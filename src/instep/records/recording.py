@@ -100,7 +100,7 @@ POINT_TO_POINT = frozenset(
 ASYNC, OTHER_GROUP, OTHER_THREAD, UNSYNCED, NO_GRAPH, NO_GRAD, EVALUATING = (1 << bit for bit in range(7))
 TRAINED = 1  # flag of a batch print: gradients were computed from it
 
-SECONDS_OF = ("data", "forward", "backward", "backward_cpu", "step", "collective", "total", "steps", "batches")
+SECONDS_OF = ("data", "forward", "backward", "backward_cpu", "step", "collective", "total", "steps", "usual_own")
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from instep.launch.probe.recorder import Recorder, contained
 from instep.records import recording as layout
 
 _ENTER, _LEAVE, _ENDED = (layout.KIND_NUMBER[name] for name in ("enter-data", "leave-data", "data-ended"))
-_DATA, _BATCHES = layout.SECONDS_OF.index("data"), layout.SECONDS_OF.index("batches")
+_DATA = layout.SECONDS_OF.index("data")
 _SAMPLED = 32  # elements of a tensor that its print is made of
 
 

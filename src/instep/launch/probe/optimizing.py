@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import time
+import statistics
 import weakref
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -17,7 +18,9 @@ from instep.launch.probe.wrapping import WRAPPERS, Wrapped
 from instep.records import recording as layout
 
 _ENTER, _LEAVE = layout.KIND_NUMBER["enter-step"], layout.KIND_NUMBER["leave-step"]
-_STEP, _TOTAL, _STEPS = (layout.SECONDS_OF.index(name) for name in ("step", "total", "steps"))
+_STEP, _TOTAL, _STEPS, _OWN = (layout.SECONDS_OF.index(name) for name in ("step", "total", "steps", "usual_own"))
+_BACKWARD, _CPU = layout.SECONDS_OF.index("backward"), layout.SECONDS_OF.index("backward_cpu")
+_COLLECTIVE = layout.SECONDS_OF.index("collective")
 
 
 class Optimizers:
@@ -28,6 +31,8 @@ class Optimizers:
         self.site = 0
         self.started = 0.0
         self.last_end = 0.0
+        self.waited = 0.0
+        self.own: deque[float] = deque(maxlen=256)
 
     def wrapped_by(self, optimizer: Any) -> list[Wrapped]:
         known = self.owners.get(optimizer)
@@ -37,6 +42,23 @@ class Optimizers:
         found = [one for one in WRAPPERS.all if one.ids & ids]
         self.owners[optimizer] = (len(WRAPPERS.all), found)
         return found
+
+    def account(self, recorder: Recorder, now: float) -> None:
+        """Time from the end of one step to the end of the next, as soon as five backwards have gone by."""
+        sums = recorder.seconds
+        waited = sums[_COLLECTIVE] + sums[_BACKWARD] - sums[_CPU]
+        if not self.last_end:
+            if recorder.backwards < 5:
+                return
+            recorder.reset_seconds()
+            waited = 0.0
+        else:
+            recorder.spend(_TOTAL, now - self.last_end)
+            recorder.spend(_STEPS, 1)
+            self.own.append(now - self.last_end - (waited - self.waited))
+            if len(self.own) % 16 == 8:
+                recorder.spend(_OWN, statistics.median(self.own) - sums[_OWN])
+        self.last_end, self.waited = now, waited
 
 
 def watch_optimizers(recorder: Recorder) -> None:
@@ -128,9 +150,6 @@ def _after(recorder: Recorder, optimizers: Optimizers, fingerprints: Fingerprint
     recorder.end_step(optimizers.site, rate)
     now = recorder.mark(_LEAVE, 0, 0, optimizers.site)
     recorder.spend(_STEP, now - optimizers.started)
-    if optimizers.last_end and recorder.num_steps > 5:
-        recorder.spend(_TOTAL, now - optimizers.last_end)
-        recorder.spend(_STEPS, 1)
+    optimizers.account(recorder, now)
     fingerprints.look(recorder.num_steps)
     look_for_kept_graphs(recorder)
-    optimizers.last_end = time.monotonic()

@@ -100,7 +100,7 @@ class Recorder:
     def print_batch(self, loader: int, lap: int, index: int, prints: list[int]) -> None:
         """Writes the print of the batch that is about to be used."""
         at = layout.BATCHES + self.num_batch_prints % layout.NUM_BATCH_SLOTS * layout.BATCH.size
-        padded = (prints + [0, 0, 0, 0])[:4]
+        padded = [*prints, 0, 0, 0, 0][:4]
         layout.BATCH.pack_into(self.page, at, loader, lap, index & 0xFFFFFFFF, 0, *padded)
         self.num_batch_prints += 1
         layout.U64.pack_into(self.page, layout.NUM_BATCHES, self.num_batch_prints)
@@ -110,6 +110,11 @@ class Recorder:
         if self.num_batch_prints:
             at = layout.BATCHES + (self.num_batch_prints - 1) % layout.NUM_BATCH_SLOTS * layout.BATCH.size
             struct.pack_into("<I", self.page, at + 12, layout.TRAINED)
+
+    def reset_seconds(self) -> None:
+        """After the first steps, which are slower than the rest."""
+        for index in range(len(self.seconds)):
+            self.spend(index, -self.seconds[index])
 
     def forget(self) -> None:
         """For a forked child, which is not this rank: it writes into memory of its own."""

@@ -1,0 +1,125 @@
+"""Why a rank did not start a collective that it starts in every other step: the line that decides about it."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+
+from instep.diagnose.branches import conditions_of
+from instep.diagnose.pairing import Mispairing
+from instep.diagnose.run_view import RankView, RunView, short
+from instep.diagnose.slices import call_at, definitions
+from instep.diagnose.source import Function, Source, load
+from instep.records.finding import CallSite
+
+_GROWS = ("append", "extend", "add", "update", "setdefault", "insert")
+
+
+def explain_missing(run: RunView, mispairing: Mispairing) -> tuple[CallSite | None, str]:
+    """The line to look at, and a sentence that says why."""
+    view = run.by_rank.get(mispairing.odd if mispairing.odd is not None else -1)
+    if view is None:
+        return None, ""
+    if mispairing.expected is None or mispairing.expected[1] is None:
+        return _explain_extra(mispairing)
+    operation, site = mispairing.expected
+    if operation == "gradients":
+        found = _explain_no_gradients(view, mispairing.step, site)
+        if found is not None:
+            return found
+    return _explain_not_reached(operation, site)
+
+
+def _explain_extra(mispairing: Mispairing) -> tuple[CallSite | None, str]:
+    site = mispairing.got[1] if mispairing.got else None
+    source = load(site.file) if site else None
+    if site is None or source is None:
+        return site, ""
+    condition = next((node for node, _ in conditions_of(source, site.line)), None)
+    if condition is None:
+        return site, f"{short(site)} was reached once more than usual."
+    where = site if source.depends_on_rank(condition.test) else source.site(condition)  # type: ignore[attr-defined]
+    return where, f"{short(site)} lies behind the condition at {short(source.site(condition))}."
+
+
+def _explain_no_gradients(view: RankView, step: int, site: CallSite) -> tuple[CallSite, str] | None:
+    source = load(site.file)
+    if source is None:
+        return None
+    for event in view.named("backward-without-graph"):
+        if event.step == step:
+            here = view.site(event["site"]) or site
+            leaf = find_leaf(source, here.line)
+            at = f", made at {short(leaf)}" if leaf else ""
+            return (
+                leaf or here,
+                f"The loss at {short(here)} had no graph{at}: its backward reaches no parameter and starts no average.",
+            )
+    return None
+
+
+def find_leaf(source: Source, line: int) -> CallSite | None:
+    """Where a loss that leads to no parameter was made: a new tensor that requires grad, or a detached one."""
+    call = call_at(source, line, "backward")
+    if call is None:
+        return None
+    loss = call.func.value if isinstance(call.func, ast.Attribute) else call
+    for node in definitions(source, loss, source.function_at(line)):
+        for part in ast.walk(node):
+            if isinstance(part, ast.Call) and _makes_leaf(part):
+                return source.site(part)
+    return None
+
+
+def _makes_leaf(call: ast.Call) -> bool:
+    if any(word.arg == "requires_grad" and getattr(word.value, "value", False) is True for word in call.keywords):
+        return True
+    return getattr(call.func, "attr", "") in ("requires_grad_", "detach_")
+
+
+def _explain_not_reached(operation: str, site: CallSite) -> tuple[CallSite, str]:
+    source = load(site.file)
+    if source is None:
+        return site, ""
+    for node, _ in conditions_of(source, site.line):
+        where = source.site(node)
+        return where, f"Whether {operation} at {short(site)} is reached is decided at {short(where)}: `{where.source}`."
+    for loop in source.loops_at(site.line):
+        iterated = getattr(loop, "iter", None)
+        grown = (
+            find_conditional_growth(source, iterated, source.function_at(site.line)) if iterated is not None else None
+        )
+        if grown is not None:
+            return (
+                grown,
+                f"{operation} at {short(site)} runs once per entry of what the loop goes over, and {short(grown)} adds an entry only sometimes.",
+            )
+    return site, ""
+
+
+def find_conditional_growth(source: Source, expression: ast.AST, function: Function) -> CallSite | None:
+    """The condition under which a container gets one more entry, followed from where it is gone through."""
+    for node in definitions(source, expression, function):
+        scope = source.function_at(getattr(node, "lineno", 1))
+        for name in {one.id for one in ast.walk(node) if isinstance(one, ast.Name)}:
+            for growth in _growths(scope, name):
+                guard = next((one for one in source.ancestors(growth) if isinstance(one, (ast.If, *_FUNCTIONS))), None)
+                if isinstance(guard, ast.If):
+                    return source.site(guard)
+    return None
+
+
+_FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Module)
+
+
+def _growths(scope: Function, name: str) -> Iterator[ast.AST]:
+    """Statements that put something into a container."""
+    for node in ast.walk(scope):
+        if isinstance(node, (ast.Assign, ast.AugAssign)):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            for target in targets:
+                if isinstance(target, ast.Subscript) and getattr(target.value, "id", None) == name:
+                    yield node
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in _GROWS:
+            if getattr(node.func.value, "id", None) == name:
+                yield node

@@ -1,0 +1,77 @@
+"""A rank came to its end while the others still needed it.
+
+## What it sees
+One rank ended without an error; another broke off with an error about a closed connection, in a later batch or step.
+
+## Why it matters
+The end of a process closes its connections, so the others fail in their next collective. Their errors name the victim.
+
+## What to do
+Let every rank do the same number of steps: equal numbers of batches, one decision about the end for all.
+
+## When it is wrong
+When a network broke off after the first rank had ended.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from instep.diagnose.branches import ways_out
+from instep.diagnose.data_facts import find_uneven_lap, made_uneven_at
+from instep.diagnose.rules.hang.uneven_batches import cite_counts, describe_counts
+from instep.diagnose.run_view import Frame, RankView, RunView, short
+from instep.diagnose.source import load
+from instep.records.finding import CallSite, Finding
+
+
+def check(run: RunView) -> Iterator[Finding]:
+    left = [view for view in run.ranks if view.reached_end and view.failure is None and not view.is_alive]
+    victims = [view for view in run.ranks if view.failure is not None and view.echoes]
+    if not left or not victims or run.stall is not None:
+        return
+    first, victim = left[0], victims[0]
+    uneven = find_uneven_lap(run)
+    where = made_uneven_at(run, uneven) if uneven is not None else _way_out(victim)
+    frames = victim.main_frames
+    title = (
+        describe_counts(uneven)
+        if uneven
+        else f"rank {first.rank} ended after {first.num_steps} steps, rank {victim.rank} was in step {victim.num_steps + 1}"
+    )
+    yield Finding(
+        id="crash/rank-left-early",
+        title=title,
+        cause=f"Rank {first.rank} came to its end in good order while rank {victim.rank} still needed it"
+        + (f" at {short(frames[0].site)}." if frames else "."),
+        fix=(
+            "let every rank do the same number of steps",
+            f"change {short(where)}" if where else "look at what decides about the end of the loop",
+        ),
+        evidence=(
+            *(cite_counts(run, uneven) if uneven else ()),
+            first.cite(f"rank {first.rank} ended after {first.num_steps} steps, without an error"),
+            victim.cite(f"rank {victim.rank}: {(victim.error or {}).get('message', '')[:120]}", "failure.json"),
+        ),
+        certainty="certain" if uneven else "likely",
+        ranks=tuple(view.rank for view in left),
+        where=where or (frames[0].site if frames else None),
+        explains=("crash/*", "hang/*", "numbers/ranks-apart"),
+    )
+
+
+def _way_out(victim: RankView) -> CallSite | None:
+    """The condition that ends the loop in which the victim still was."""
+    for frame in victim.main_frames:
+        site = _way_out_of(frame)
+        if site is not None:
+            return site
+    return None
+
+
+def _way_out_of(frame: Frame) -> CallSite | None:
+    source = load(frame.file)
+    for loop in source.loops_at(frame.line) if source else ():
+        for way in ways_out(source, loop):  # type: ignore[arg-type]
+            return source.site(way)  # type: ignore[union-attr]
+    return None

@@ -1,0 +1,71 @@
+"""A run broke off because ranks met in different collectives.
+
+## What it sees
+The first collective in which the ranks meant different things, and the end of a rank in it.
+
+## Why it matters
+Collectives are paired by count. When one rank has left one out, the next ones meet with other sizes: gloo ends the process with
+SIGABRT and no traceback, NCCL waits for ever or mixes up the data.
+
+## What to do
+Enter the same collectives on every rank in every step. Where the number of values varies, put them into one tensor of fixed
+size, with zeros for what is not there.
+
+## When it is wrong
+Scripts whose ranks rightly take part in different collectives of different groups.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from instep.diagnose.missing import explain_missing
+from instep.diagnose.pairing import Mispairing, find_mispairing
+from instep.diagnose.run_view import RunView, short
+from instep.records.finding import Evidence, Finding
+
+
+def check(run: RunView) -> Iterator[Finding]:
+    mispairing = find_mispairing(run)
+    failed = [view for view in run.ranks if view.failure is not None]
+    if mispairing is None or mispairing.is_silent or not failed or run.stall is not None:
+        return
+    if any(view.error is not None and not view.echoes for view in failed):
+        return  # a rank with an error of its own left the others behind
+    where, why = explain_missing(run, mispairing)
+    yield Finding(
+        id="crash/uneven-collectives",
+        title=describe(mispairing),
+        cause=why
+        or "The ranks had entered different collectives, which were paired all the same, and their sizes differ.",
+        fix=(
+            "enter the same collectives on every rank in every step",
+            "or reduce one tensor of fixed size, with zeros for what is missing",
+        ),
+        evidence=cite(run, mispairing),
+        certainty="certain" if where is not None else "likely",
+        ranks=(mispairing.odd,) if mispairing.odd is not None else (),
+        where=where or mispairing.slots[-1].site,
+        explains=("crash/*", "hang/*", "numbers/ranks-apart"),
+    )
+
+
+def describe(mispairing: Mispairing) -> str:
+    one = mispairing.slots[0]
+    two = next(slot for slot in mispairing.slots if slot.meaning != one.meaning)
+    if mispairing.odd is not None and mispairing.expected is not None:
+        got = f", and went on to {_name(mispairing.got)}" if mispairing.got else ""
+        return f"in step {mispairing.step} rank {mispairing.odd} left out {_name(mispairing.expected)}{got}"
+    return f"collective {one.sequence} is {one.describe()} on rank {one.rank}, but {two.describe()} on rank {two.rank}"
+
+
+def _name(act: tuple[str, object]) -> str:
+    words = {"gradients": "the average of the gradients", "buffers": "the wrapped model's forward"}
+    return f"{words.get(act[0], act[0])} at {short(act[1])}"  # type: ignore[arg-type]
+
+
+def cite(run: RunView, mispairing: Mispairing) -> tuple[Evidence, ...]:
+    return tuple(
+        run.by_rank[slot.rank].cite(f"collective {slot.sequence}: {slot.describe()}, step {slot.step}", "page.bin")
+        for slot in mispairing.slots[:8]
+    )

@@ -1,0 +1,71 @@
+"""Losses are kept together with the graphs that made them.
+
+## What it sees
+Memory that grows, and a variable of the script that holds more tensors with graphs each time it is looked at, over several optimizer steps.
+
+## Why it matters
+A tensor that was computed from parameters keeps everything that backward would need. A list of such losses keeps all of it for every step.
+
+## What to do
+Keep `loss.item()` or `loss.detach()`; evaluate under `torch.no_grad()`.
+
+## When it is wrong
+Losses that are kept for a backward over many steps, as in some recurrent or reinforcement training.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+
+from instep.diagnose.run_view import RunView, short, source_line
+from instep.diagnose.source import load
+from instep.records.event import Event
+from instep.records.finding import CallSite, Finding
+from instep.units import format_bytes
+
+_GROWS = ("append", "extend", "add", "insert", "appendleft")
+
+
+def check(run: RunView) -> Iterator[Finding]:
+    for view in run.ranks:
+        events = view.named("kept-graphs")
+        if not events:
+            continue
+        event = events[0]
+        where = find_growth(event) or CallSite(event["file"], event["line"], source_line(event["file"], event["line"]))
+        steps, counts = zip(*event["history"])
+        yield Finding(
+            id="memory/kept-graphs",
+            title=f"memory has grown by {format_bytes(event['growth'])}: {event['name']} keeps results together with their graphs",
+            cause=f"{event['name']} in {event['function']} held {counts[0]} results with their graphs after step {steps[0]} and {counts[-1]} after step {steps[-1]} "
+            f"({short(where)}); each keeps all that its backward would need.",
+            fix=(f"keep .item() or .detach() at {short(where)}", "evaluate under torch.no_grad()"),
+            evidence=tuple(
+                view.cite(f"after step {step}: {count} results with graphs in {event['name']}")
+                for step, count in event["history"][:4]
+            ),
+            certainty="certain",
+            where=where,
+        )
+        return
+
+
+def find_growth(event: Event) -> CallSite | None:
+    """The line that puts the results there: append to the container, or an addition to the running sum."""
+    source = load(event["file"])
+    name = event["name"].partition("[")[0]
+    for node in ast.walk(source.tree) if source else ():
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in _GROWS:
+            if ast.unparse(node.func.value).partition("[")[0] == name:
+                return source.site(node)  # type: ignore[union-attr]
+        if isinstance(node, ast.AugAssign) and ast.unparse(node.target).partition("[")[0] == name:
+            return source.site(node)  # type: ignore[union-attr]
+        if (
+            isinstance(node, ast.Assign)
+            and isinstance(node.targets[0], (ast.Subscript, ast.Name))
+            and isinstance(node.value, ast.BinOp)
+        ):
+            if ast.unparse(node.targets[0]) == name and name in ast.unparse(node.value.left):
+                return source.site(node)  # type: ignore[union-attr]
+    return None

@@ -1,0 +1,57 @@
+"""The loss is a mean over tokens, and the ranks have very different numbers of them.
+
+## What it sees
+A loss that is a mean over targets and leaves some out (`ignore_index`), whose number of targets differs much between ranks in the same step.
+
+## Why it matters
+Each rank divides by its own count, and the gradients are averaged with equal weight: a token on a rank with few of them counts more. The result depends on how samples fall to ranks.
+
+## What to do
+Sum the loss, divide by the number of tokens over all ranks (an all-reduce), and multiply by the number of ranks, which the average divides by.
+
+## When it is wrong
+Small differences are common and not reported; a script may weigh on purpose.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from instep.diagnose.model_facts import wraps
+from instep.diagnose.run_view import RunView, short
+from instep.records.finding import Finding
+
+MIN_CALLS = 6
+MIN_SPREAD = 0.3  # mean over steps of (largest - smallest) / mean of the counts
+
+
+def check(run: RunView) -> Iterator[Finding]:
+    if not run.is_whole or run.world_size < 2 or not all(wraps(view) for view in run.ranks):
+        return
+    counts: list[dict[int, tuple[int, int]]] = [
+        {event["call"]: (event["valid"], event["total"]) for event in view.named("tokens")} for view in run.ranks
+    ]
+    calls = sorted({call for table in counts for call in table})
+    rows = [[table[call][0] for table in counts] for call in calls if all(call in table for table in counts)]
+    spreads = [(max(row) - min(row)) / (sum(row) / len(row)) for row in rows if sum(row)]
+    if len(spreads) < MIN_CALLS or sum(spreads) / len(spreads) < MIN_SPREAD:
+        return
+    view = run.ranks[0]
+    where = view.site(view.named("tokens")[0]["site"])
+    spread = sum(spreads) / len(spreads)
+    yield Finding(
+        id="numbers/mean-of-means",
+        title=f"the loss is a mean over each rank's own targets, and their numbers differ by {spread:.0%} between ranks",
+        cause=f"The loss at {short(where)} leaves out ignored targets and divides by the rank's own count; averaging the gradients then weighs tokens of ranks with few targets more.",
+        fix=(
+            f"at {short(where)} sum the loss, divide by the all-reduced number of targets and multiply by the number of ranks",
+        ),
+        evidence=tuple(
+            one.cite(
+                f"targets that count on rank {one.rank}: {', '.join(str(event['valid']) for event in one.named('tokens')[:6])}"
+            )
+            for one in run.ranks[:4]
+        ),
+        certainty="likely",
+        where=where,
+    )

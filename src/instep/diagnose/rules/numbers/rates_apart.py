@@ -1,0 +1,70 @@
+"""The ranks use different learning rates.
+
+## What it sees
+The learning rate at the end of the same optimizer step, on ranks that share a wrapped model.
+
+## Why it matters
+Equal gradients and different rates give different parameters. A usual cause is a scheduler that is fed with each rank's own validation value.
+
+## What to do
+All-reduce the value before it goes to the scheduler.
+
+## When it is wrong
+Different optimizers whose steps interleave differently on the ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from instep.diagnose.model_facts import same_group, wraps
+from instep.diagnose.run_view import RunView, short
+from instep.records import recording as layout
+from instep.records.finding import CallSite, Finding
+
+
+def check(run: RunView) -> Iterator[Finding]:
+    if not run.is_whole or run.world_size < 2:
+        return
+    for wrapper in list(wraps(run.ranks[0]))[:1]:
+        members = same_group(run, wrapper)
+        found = _first_difference(run) if len(members) == len(run.ranks) else None
+        if found is None:
+            return
+        step, rates = found
+        where = _scheduler(run)
+        yield Finding(
+            id="numbers/rates-apart",
+            title=f"the ranks use different learning rates from step {step} on: {', '.join(f'{rate:.3g}' for rate in rates.values())}",
+            cause=f"The scheduler at {short(where)} was fed with a value that each rank computed for itself."
+            if where
+            else "The schedules of the ranks have parted.",
+            fix=("all-reduce the value before it goes to the scheduler",),
+            evidence=tuple(
+                run.by_rank[rank].cite(f"step {step}: learning rate {rate:.6g}", "page.bin")
+                for rank, rate in rates.items()
+            ),
+            certainty="certain",
+            where=where,
+            explains=("numbers/ranks-apart",),
+        )
+
+
+def _first_difference(run: RunView) -> tuple[int, dict[int, float]] | None:
+    pages = {view.rank: view.page for view in run.ranks if view.page is not None}
+    last = min(page.num_steps for page in pages.values())
+    for step in range(max(1, last - layout.NUM_STEP_SLOTS + 1), last + 1):
+        marks = {rank: page.step_mark(step) for rank, page in pages.items()}
+        rates = {rank: mark.rate for rank, mark in marks.items() if mark is not None}
+        if len(rates) == len(pages) and max(rates.values()) - min(rates.values()) > 1e-6 * max(rates.values()):
+            return step, rates
+    return None
+
+
+def _scheduler(run: RunView) -> CallSite | None:
+    """Where ReduceLROnPlateau was given values that differ between ranks."""
+    rows = [view.named("plateau") for view in run.ranks]
+    for events in zip(*rows):
+        if len({event["value"] for event in events}) > 1:
+            return run.ranks[0].site(events[0]["site"])
+    return None

@@ -1,0 +1,94 @@
+"""Every rank trains on the same batches.
+
+## What it sees
+Prints of the batches that gradients were computed from: equal on all ranks, batch after batch.
+
+## Why it matters
+The ranks compute the same gradient, so their average is that of one process: N devices do the work of one, and an epoch has as many steps as on one device.
+
+## What to do
+Give the loader a DistributedSampler and call `sampler.set_epoch(epoch)`, or let each rank read its own part.
+
+## When it is wrong
+Models split by tensor or pipeline parallelism get the same data rightly; nothing is said unless a model is wrapped in DistributedDataParallel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from instep.diagnose.data_facts import Key, loader_keys, loaders_by_key
+from instep.diagnose.model_facts import wraps
+from instep.diagnose.run_view import RankView, RunView, short
+from instep.records import recording as layout
+from instep.records.finding import Evidence, Finding
+
+MIN_BATCHES = 6  # equal on all ranks, before it is called the same data
+
+
+def check(run: RunView) -> Iterator[Finding]:
+    if not run.is_whole or run.world_size < 2 or not all(_is_data_parallel(run, view) for view in run.ranks):
+        return
+    tables = [_trained_batches(view) for view in run.ranks]
+    for key in sorted({place[0] for place in tables[0]}):
+        places = [place for place in tables[0] if place[0] == key and all(place in table for table in tables)]
+        same = [place for place in places if _equal([table[place] for table in tables])]
+        contents = {tables[0][place] for place in same}
+        if len(same) < MIN_BATCHES or len(same) < 0.9 * len(places) or len(contents) < len(same) // 2:
+            continue
+        yield _finding(run, key, len(same), len(places))
+
+
+def _is_data_parallel(run: RunView, view: RankView) -> bool:
+    found = wraps(view).values()
+    return bool(found) and all(len(event["ranks"] or range(run.world_size)) == run.world_size for event in found)
+
+
+def _trained_batches(view: RankView) -> dict[tuple[Key, int, int], tuple[int, ...]]:
+    """Prints by loader, pass and place in the pass, of batches that were trained on."""
+    if view.page is None:
+        return {}
+    keys = loader_keys(view)
+    rows = (one for one in view.page.batch_prints() if one.flags & layout.TRAINED and one.loader in keys)
+    return {(keys[row.loader], row.lap, row.index): row.prints for row in rows if any(row.prints)}
+
+
+def _equal(prints: list[tuple[int, ...]]) -> bool:
+    """Whether all that could be told of the batches is equal, or their targets are (inputs may be augmented at random)."""
+    return len(set(prints)) == 1
+
+
+def _finding(run: RunView, key: Key, same: int, seen: int) -> Finding:
+    view = run.ranks[0]
+    event = loaders_by_key(view)[key]
+    where = view.site(event["site"])
+    sampler = event["sampler"]
+    ranks_of = {one.rank: loaders_by_key(one).get(key) for one in run.ranks}
+    wrong = [rank for rank, row in ranks_of.items() if row is not None and row.get("sampler_rank") not in (None, rank)]
+    site = view.site(event.get("sampler_site")) or where
+    if wrong:
+        cause = (
+            f"The sampler made at {short(site)} was told rank {ranks_of[wrong[0]]['sampler_rank']} on rank {wrong[0]}."
+        )
+    else:
+        cause = f"The loader made at {short(where)} draws with {sampler}, which gives every rank the whole data set in the same order."
+    return Finding(
+        id="numbers/same-data",
+        title=f"all ranks train on the same batches ({same} of {seen} compared)",
+        cause=f"{cause} The ranks compute the same gradients, so more of them gain nothing.",
+        fix=(
+            "give the loader at "
+            + short(where)
+            + " a DistributedSampler(dataset), without shuffle=, and call set_epoch(epoch)",
+        )
+        if not wrong
+        else (f"pass this process's own rank to the sampler at {short(site)}, or leave rank= out",),
+        evidence=tuple(
+            Evidence(f"batches of rank {one.rank} equal those of rank 0", f"rank{one.rank}/page.bin", one.rank)
+            for one in run.ranks[1:3]
+        ),
+        certainty="certain",
+        ranks=tuple(wrong),
+        where=site if wrong else where,
+        explains=(),
+    )

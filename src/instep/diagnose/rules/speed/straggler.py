@@ -1,0 +1,56 @@
+"""One rank is steadily slower, and the others wait for it.
+
+## What it sees
+The time that each rank works between two averages, without what it waits for the others.
+
+## Why it matters
+Every step takes as long as its slowest rank needs.
+
+## What to do
+Look at what that rank does more: evaluation or logging on one rank, more or longer samples, a slower device, another program on the same cores.
+
+## When it is wrong
+Runs on a machine that others use too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from instep.diagnose.run_view import RunView, short
+from instep.diagnose.time_shares import measure_shares
+from instep.records.finding import Finding
+
+MIN_RATIO = 1.5
+MIN_SHARE = 0.25  # of a step, that the others lose
+
+
+def check(run: RunView) -> Iterator[Finding]:
+    found = {view.rank: shares for view in run.ranks if (shares := measure_shares(view)) is not None}
+    if len(found) < len(run.ranks) or len(found) < 2:
+        return
+    own = {rank: shares.usual_own_seconds for rank, shares in found.items()}
+    slow = max(own, key=lambda rank: own[rank])
+    others = sorted(seconds for rank, seconds in own.items() if rank != slow)
+    middle = others[len(others) // 2]
+    step = found[slow].total_seconds / found[slow].steps
+    if own[slow] < MIN_RATIO * middle or own[slow] - middle < MIN_SHARE * step:
+        return
+    kind, where = found[slow].largest_excess(next(shares for rank, shares in found.items() if rank != slow)), None
+    view = run.by_rank[slow]
+    if kind == "data":
+        lap = view.last("lap")
+        where = view.site(lap["site"]) if lap else None
+    yield Finding(
+        id="speed/straggler",
+        title=f"rank {slow} needs {own[slow] * 1e3:.0f} ms of its own per step, the others {middle * 1e3:.0f} ms",
+        cause=f"The others wait {(own[slow] - middle) * 1e3:.0f} ms of every step for rank {slow}; most of the difference is in {kind}{f' at {short(where)}' if where else ''}.",
+        fix=(f"look at what rank {slow} does more in {kind}",),
+        evidence=tuple(
+            run.by_rank[rank].cite(f"rank {rank}: {seconds * 1e3:.1f} ms per step without waiting", "page.bin")
+            for rank, seconds in list(own.items())[:4]
+        ),
+        certainty="likely",
+        ranks=(slow,),
+        where=where,
+    )
