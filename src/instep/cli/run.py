@@ -27,7 +27,7 @@ from instep.settings import read_setting
 
 _EXPLAIN_A_STALL = ("numbers/silent-pairing",)  # findings of other families that are the cause of one
 # Families of findings that explain why a rank ended; one of them makes the launcher's own finding needless.
-_EXPLAIN_AN_END = ("crash", "memory", "hang", "numbers", "nonfinite", "startup", "storage")
+_EXPLAIN_AN_END = ("crash", "memory", "hang", "nonfinite", "startup", "storage")
 
 
 def run(argv: list[str]) -> int:
@@ -166,13 +166,12 @@ def _make_new_folder(parent: Path, name: str) -> Path:
 
 def make_hooks(spec: LaunchSpec) -> Hooks:
     """What diagnosis does while ranks run, where it is there: it looks for stalls, and says what it knows of one."""
-    diagnose = find_diagnosis() if spec.watch else None
-    if diagnose is None:
+    if not spec.watch:
         return Hooks()
     run_dir = RunDir(Path(spec.run_dir))
 
     def describe() -> str:
-        findings = [one for one in diagnose(run_dir.root) if one.id.startswith("hang/") or one.id in _EXPLAIN_A_STALL]
+        findings = [one for one in diagnose_run(run_dir) if one.id.startswith("hang/") or one.id in _EXPLAIN_A_STALL]
         write_json(run_dir.findings, [finding.as_json() for finding in findings])
         return format_findings(findings)
 
@@ -186,9 +185,7 @@ def diagnose_run(run_dir: RunDir) -> list[Finding]:
 
         return list(diagnose(run_dir.root))
     except Exception as error:  # noqa: BLE001  # the exit code and the failing rank's words must come out in any case
-        say(
-            f"this run could not be diagnosed ({type(error).__name__}: {error}); its files are in {_short(run_dir.root)}"
-        )
+        say(f"this run could not be diagnosed ({type(error).__name__}: {error})")
         return []
 
 
@@ -196,7 +193,7 @@ def report(spec: LaunchSpec, outcome: Outcome) -> None:
     """The last words: the failing rank's own, then the findings, which are kept in findings.json too."""
     run_dir = RunDir(Path(spec.run_dir))
     findings = diagnose_run(run_dir) if spec.watch else []
-    explained = any(finding.id.split("/")[0] in _EXPLAIN_AN_END for finding in findings)
+    explained = any(one.id.split("/")[0] in _EXPLAIN_AN_END or one.id in _EXPLAIN_A_STALL for one in findings)
     own = [outcome.crash] if outcome.crash is not None and not explained else []
     write_json(run_dir.findings, [finding.as_json() for finding in [*own, *findings]])
     # An exception has said all in its own words above.
