@@ -48,7 +48,9 @@ def save(run: Run, metric: float | None, best: str | None) -> None:
     if best not in (None, "max", "min"):
         raise UsageError(f"run.save(best={best!r}): best is 'max' or 'min', by the metric.")
     if best is not None and metric is None:
-        raise UsageError(f"run.save(best={best!r}) needs the metric that it goes by: run.save(metric=value, best={best!r}).")
+        raise UsageError(
+            f"run.save(best={best!r}) needs the metric that it goes by: run.save(metric=value, best={best!r})."
+        )
     if run._step is not None and run._step.update_calls:
         run._finish_step(run._step)
     run._observer.flush()
@@ -80,6 +82,14 @@ def _stream_states(run: Run) -> dict[str, Any]:
     return {str(slot): state for slot, state in (states or {}).items()}
 
 
+def between_saves(run: Run) -> None:
+    """Raises what went wrong in the background, and gets the memory for the first save."""
+    assert run._checkpoints is not None
+    run._checkpoints.check()
+    if run._arguments.checkpoint_every is not None and not run._checkpoints.is_reserved:
+        run._checkpoints.reserve(capture(*_parts(run))[0])
+
+
 def restore(run: Run, path: str | os.PathLike[str]) -> bool:
     if str(path) == "latest" and run._checkpoints is None:
         return False
@@ -106,9 +116,7 @@ def restore(run: Run, path: str | os.PathLike[str]) -> bool:
 
 
 def _decode(saved: Saved, values: Any) -> Any:
-    wanted = set(tensor_names(values))
-    tensors = {name: tensor for name, tensor in saved.load_all().items() if name in wanted} if wanted else {}
-    return decode_state(values, tensors)
+    return decode_state(values, saved.load(tensor_names(values)))
 
 
 def _restore_schedulers(run: Run, kept: list[list[Any]]) -> None:

@@ -438,14 +438,16 @@ class Run:
         if saved:
             keeping.save(self, None, None)
         elif self._checkpoints is not None:
-            self._checkpoints.check()
+            keeping.between_saves(self)
         if self._stop_agreed:
             self._stop(saved)
 
     def _stop(self, saved: bool) -> None:
         index = self._position.next_index
-        if self._checkpoints is not None and not saved:
-            keeping.save(self, None, None)
+        if self._checkpoints is not None:
+            if not saved:
+                keeping.save(self, None, None)
+            self._checkpoints.wait()  # now, while all ranks are here: leaving by an exception waits for no one
         kept = "saved" if self._checkpoints is not None else "nothing saved, since Run has no dir"
         self._observer.say(f"asked to stop (SIGTERM): {kept} after step {index - 1}, all ranks end")
         raise SystemExit(143)

@@ -61,6 +61,7 @@ class Checkpoints:
         self._saving: Saving | None = None
         self._known_good: Path | None = None
         self._damaged: set[str] = set()
+        self.is_reserved = False
 
     def save(
         self,
@@ -79,8 +80,9 @@ class Checkpoints:
         count. own_values: what is this rank's alone, merged over ranks by the keys of its second level.
         Waits first for the save before, and raises CheckpointError if that one failed.
         """
-        self._settle()
+        self.wait()
         self._known_good = None
+        self.is_reserved = True
         snapshot = _snapshot(values) if self._world.is_main else {}
         mine, total = self._share_out(tensors, step)
         token = secrets.token_hex(4)
@@ -103,10 +105,11 @@ class Checkpoints:
         self._saving = Saving(order, Agreement(self._world, self._store, f"instep/checkpoint/{token}"))
         self._saving.start()
         if wait:
-            self._settle()
+            self.wait()
 
     def reserve(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Gets the memory for the first save in the background. Call it once the optimizer has its state; local."""
+        self.is_reserved = True
         total = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
         self._image.reserve(int(total / self._world.size * 1.02) + (1 << 20))
 
@@ -118,11 +121,20 @@ class Checkpoints:
     def check(self) -> None:
         """Raises CheckpointError when a save in the background has failed. Local, and free of cost otherwise."""
         if self._saving is not None and not self._saving.is_alive():
-            self._settle()
+            self.wait()
+
+    def wait(self) -> None:
+        """Waits until the save in flight is durable. Raises CheckpointError if it failed."""
+        if self._saving is None:
+            return
+        self._saving.join()
+        failure, self._saving = self._saving.failure, None
+        if failure is not None:
+            raise CheckpointError(failure)
 
     def newest_good(self) -> Path | None:
         """The newest checkpoint that is whole, all its checksums verified; what is wrong with newer ones is said."""
-        self._settle()
+        self.wait()
         names = self._on_main(self._list_candidates, "looking for the newest checkpoint")
         for index, name in enumerate(names):
             path = self.run_dir.checkpoints / name
@@ -152,7 +164,7 @@ class Checkpoints:
     def close(self) -> None:
         """Waits for the save in flight, raises if it failed, and gives up the lock."""
         try:
-            self._settle()
+            self.wait()
         finally:
             self._release()
 
@@ -186,15 +198,6 @@ class Checkpoints:
     def _image_done(self) -> None:
         if hasattr(self, "_image"):
             self._image.finish_reserving()
-
-    def _settle(self) -> None:
-        """Waits for the save in flight. Raises CheckpointError if it failed."""
-        if self._saving is None:
-            return
-        self._saving.join()
-        failure, self._saving = self._saving.failure, None
-        if failure is not None:
-            raise CheckpointError(failure)
 
     def _share_out(self, tensors: Mapping[str, torch.Tensor], step: int) -> tuple[list[Part], int]:
         """What this rank writes, and the bytes of all. The ranks' lists travel only when they have changed."""
