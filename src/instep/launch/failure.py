@@ -66,13 +66,18 @@ def _headline(guilty: RankState, same: list[RankState], group: GroupState) -> st
 def _own_words(guilty: RankState, run_dir: RunDir) -> str:
     error = guilty.error
     if error is not None and error["is_usage"]:
-        where = error["where"]
-        line = f"\n  at {where['file']}:{where['line']}: {where['source']}" if where else ""
-        return f"{error['type']}: {error['message']}{line}"
+        return f"{error['type']}: {error['message']}{_at(error)}"
+    if error is not None and error["printed"]:  # by a hook of the user's, in its own way
+        return f"{_summary(guilty)}{_at(error)}"
     if error is not None:
         return error["text"].rstrip("\n")
     site = read_crash_site(run_dir.rank(guilty.place.rank).crash)
     return f"  at {site}: {site.source}" if site is not None else ""
+
+
+def _at(error: dict[str, Any]) -> str:
+    where = error["where"]
+    return f"\n  at {where['file']}:{where['line']}: {where['source']}" if where else ""
 
 
 def _echoes(group: GroupState, same: list[RankState]) -> list[str]:

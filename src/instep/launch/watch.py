@@ -30,7 +30,8 @@ from instep.records.launch_spec import LaunchSpec, RankPlace
 
 TICK_SECONDS = 0.2
 ANNOUNCE_SECONDS = 1.5  # after an exception whose process does not end, to show it before the run's end
-SWEEP_GRACE_SECONDS = 1.0  # for processes that ranks have left behind, when the run ended well
+SWEEP_GRACE_SECONDS = 1.0  # for processes that ranks have left behind, to end by themselves and after SIGTERM
+SWEEP_HASTE_SECONDS = 0.2  # the same when the run was stopped or failed
 
 
 @dataclass(frozen=True)
@@ -216,7 +217,7 @@ class Watch:
         in_order = self.group.stop is None and not self.group.failures
         self.swept = None
         with contextlib.suppress(channel.Closed):
-            self.zygote.sweep(SWEEP_GRACE_SECONDS if in_order else 0.0)
+            self.zygote.sweep(SWEEP_GRACE_SECONDS if in_order else SWEEP_HASTE_SECONDS)
             while self.swept is None and self.zygote.channel in self._registered():
                 for key, _ in self.selector.select(TICK_SECONDS):
                     key.data()

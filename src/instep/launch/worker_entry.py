@@ -82,10 +82,14 @@ def main() -> None:
 
 
 def _forget_shared_randomness() -> None:
-    """Forked ranks would draw equal numbers from numpy's unseeded generator, which fresh processes do not."""
-    random = sys.modules.get("numpy.random")
-    if random is not None:
-        random.seed()
+    """Forked ranks would draw equal numbers from the unseeded generators of numpy and torch; fresh processes do not.
+    Python's own is seeded anew by `os.fork` itself."""
+    numpy_random = sys.modules.get("numpy.random")
+    if numpy_random is not None:
+        numpy_random.seed()
+    torch = sys.modules.get("torch")
+    if torch is not None:
+        torch.default_generator.seed()
 
 
 def _record_crashes(rank_dir: Path) -> None:
@@ -134,11 +138,11 @@ def _without_our_frames(trace: TracebackType | None) -> TracebackType | None:
 
 
 def _tell(job: Job, error: BaseException) -> None:
-    report = describe(error) | {"printed": job.prints_errors or not _is_plain(sys.excepthook)}
-    told = _send_report(job.status_file, report)
+    printed = not _is_plain(sys.excepthook)
+    told = _send_report(job.status_file, describe(error) | {"printed": printed})
     if isinstance(error, InstepError) and job.prints_errors:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
-    elif report["printed"] or not told:
+    elif printed or job.prints_errors or not told:
         sys.excepthook(type(error), error, error.__traceback__)
 
 

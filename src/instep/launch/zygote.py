@@ -21,6 +21,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from instep.launch import channel, linux
@@ -38,6 +39,7 @@ class Zygote:
         self.mode = mode
         self.pid = os.getpid()
         self.children: dict[int, str] = {}
+        self.ended: list[int] = []  # since the last sweep
         self.wake_reader, self.wake_writer = os.pipe()
         for file in (self.wake_reader, self.wake_writer):
             os.set_blocking(file, False)
@@ -131,6 +133,7 @@ class Zygote:
                 return
             if pid == 0:
                 return
+            self.ended.append(pid)
             key = self.children.pop(pid, None)
             if key is not None:
                 code = os.waitstatus_to_exitcode(status)
@@ -146,18 +149,27 @@ class Zygote:
         return [pid for pid in linux.list_children(os.getpid()) if pid not in self.children]
 
     def sweep(self, grace_seconds: float) -> list[str]:
-        """Ends what ranks have left behind: SIGTERM, then SIGKILL after the grace time. Returns the commands ended."""
-        self.reap()
+        """Ends what ranks have left behind. Returns the commands that did not end by themselves.
+
+        Helpers of multiprocessing see the end of their rank and clean up shared memory, so they get time first.
+        """
+        self.await_orphans(grace_seconds)
         left = [linux.read_command(pid) for pid in self.orphans()]
-        deadline = time.monotonic() + grace_seconds
-        if grace_seconds > 0:
-            _signal_all(self.orphans(), signal.SIGTERM)
+        _signal_all(self.orphans(), signal.SIGTERM)
+        self.await_orphans(grace_seconds)
         while self.orphans():
-            if time.monotonic() >= deadline:
-                _signal_all(self.orphans(), signal.SIGKILL)
+            _signal_all(self.orphans(), signal.SIGKILL)
+            self.await_orphans(0.05)
+        _remove_shared_memory(self.ended)
+        self.ended.clear()
+        return left
+
+    def await_orphans(self, seconds: float) -> None:
+        deadline = time.monotonic() + seconds
+        self.reap()
+        while self.orphans() and time.monotonic() < deadline:
             time.sleep(0.01)
             self.reap()
-        return left
 
     def end_everything(self) -> None:
         """After the launcher's death: a second for ranks to end by themselves, then nothing is left alive."""
@@ -173,7 +185,15 @@ class Zygote:
         while self.children:
             time.sleep(0.01)
             self.reap()
-        self.sweep(0.0)
+        self.sweep(0.2)
+
+
+def _remove_shared_memory(pids: list[int]) -> None:
+    """Tensors that dead processes were just passing on: torch names their files after the process."""
+    folder = Path("/dev/shm")
+    for pid in pids if folder.is_dir() else []:
+        for path in folder.glob(f"torch_{pid}_*"):
+            path.unlink(missing_ok=True)
 
 
 def _signal_group(pid: int, number: int) -> None:
@@ -209,6 +229,9 @@ def _preload() -> str | None:
     """Imports torch. Returns why forking is not safe here, or None when it is."""
     import torch
     import torch.distributed
+
+    with contextlib.suppress(ImportError):  # the first optimizer imports it, seconds of work in every rank
+        import torch._dynamo  # noqa: F401
 
     if threading.active_count() > 1:
         names = ", ".join(thread.name for thread in threading.enumerate()[1:])
