@@ -72,6 +72,7 @@ class Trained:
     def close(self) -> None:
         self.reducer.finish()
         self.reducer.close()
+        self.reducer.transport.close()
         if self.guard is not None:
             self.guard.remove()
 

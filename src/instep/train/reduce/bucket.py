@@ -30,6 +30,11 @@ class Bucket:
         return self.flat[self.flat.numel() - self.tail :]
 
 
+def plain_zeros(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """`allocate` of transports that take any memory."""
+    return torch.zeros(numel, dtype=dtype, device=device)
+
+
 class Handle(Protocol):
     def wait(self) -> object: ...
 
@@ -37,6 +42,14 @@ class Handle(Protocol):
 class Transport(Protocol):
     """Sums buckets over all ranks. Buckets are started in the same order on every rank."""
 
+    def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Zeros for a bucket that will be summed often. Every rank must call it, in the same order."""
+        ...
+
     def start(self, bucket: Bucket) -> Handle:
         """Begins to replace `bucket.flat` by its sum over ranks; the same bits on every rank. Returns at once."""
+        ...
+
+    def close(self) -> None:
+        """Gives up what the transport holds, without waiting for other ranks."""
         ...

@@ -4,11 +4,31 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from instep.records.choice import Choice
 from instep.train.reduce.bucket import Transport
+from instep.train.reduce.compress import DTYPES, CompressedSum
 from instep.train.reduce.group_sum import GroupSum
+from instep.train.reduce.power_sgd import PowerSGD
+from instep.train.reduce.shared_memory import SharedSum, can_share_memory
 from instep.train.world import World
 
 
 def choose_transport(compress: str | None, world: World, say: Callable[[str], None]) -> Transport:
-    """Every rank must call it: makes a group of its own, so that these buckets never pair with others."""
-    return GroupSum(world.new_group())
+    """Every rank must call it: makes a group of its own, so that these buckets never pair with others.
+
+    compress: one of `arguments.COMPRESSIONS`, or None for sums in the gradients' own type.
+    """
+    group = world.new_group()
+    if group is None:
+        return GroupSum(None)
+    if compress in DTYPES:
+        return CompressedSum(group, compress)
+    if compress == "powersgd":
+        return PowerSGD(group)
+    if can_share_memory(world):
+        shared = SharedSum(group, world)
+        if shared.is_shared:
+            reason = "all ranks are on this host and on the CPU, so nothing has to be sent"
+            say(str(Choice("gradients", "summed in shared memory", reason, 'compress="bf16" or another')))
+            return shared
+    return GroupSum(group)

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from instep.errors import UsageError
-from instep.train.reduce.bucket import Bucket, Handle
+from instep.train.reduce.bucket import Bucket, Handle, plain_zeros
 from instep.train.reduce.courier import BucketCourier, choose_courier
 from instep.train.reduce.gather_rows import gather_rows
 
@@ -26,6 +26,8 @@ FACTOR_WORDS = 2  # 16-bit words of an fp32 factor
 
 class CompressedSum:
     """group: one in which nothing else is sent while buckets are under way."""
+
+    allocate = staticmethod(plain_zeros)
 
     def __init__(self, group: dist.ProcessGroup, dtype: torch.dtype | str) -> None:
         chosen = DTYPES.get(dtype) if isinstance(dtype, str) else dtype

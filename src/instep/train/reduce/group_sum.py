@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import torch.distributed as dist
 
-from instep.train.reduce.bucket import Bucket, Handle
+from instep.train.reduce.bucket import Bucket, Handle, plain_zeros
 
 
 class GroupSum:
+    allocate = staticmethod(plain_zeros)
+
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         self.group = group
 
@@ -15,3 +17,6 @@ class GroupSum:
         handle = dist.all_reduce(bucket.flat, group=self.group, async_op=True)
         assert handle is not None
         return handle
+
+    def close(self) -> None:
+        """Nothing to give up: the group ends with its world."""

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from instep.errors import UsageError
-from instep.train.reduce.bucket import Bucket, Handle
+from instep.train.reduce.bucket import Bucket, Handle, plain_zeros
 from instep.train.reduce.courier import BucketCourier, choose_courier
 from instep.train.seeds import mix
 
@@ -47,6 +47,8 @@ class PowerSGD:
     Keeps one more number per number of the compressed gradients. Ranks get the same bits as long as their processors
     are of one kind, since each multiplies the same two matrices.
     """
+
+    allocate = staticmethod(plain_zeros)
 
     def __init__(
         self, group: dist.ProcessGroup, rank: int = 4, *, uncompressed_steps: int = UNCOMPRESSED_STEPS, seed: int = 0

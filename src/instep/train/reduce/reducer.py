@@ -11,7 +11,7 @@ have a normalisation of their own), are kept apart and go in a second round, whi
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -19,31 +19,23 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from instep.errors import RanksDisagree, UsageError
+from instep.errors import RanksDisagree
 from instep.records.finding import CallSite
 from instep.train.call_site import user_call_site
 from instep.train.reduce.bucket import Bucket, Transport
+from instep.train.reduce.lanes import Lanes
 from instep.train.reduce.layout import plan_buckets, window
-from instep.train.reduce.words import MAX_LANES, Note, Table, Words
+from instep.train.reduce.words import Note, Table, Words
 from instep.train.world import World
 
 SMALL_BYTES = 256 << 10  # in cache: zeroing and adding in place is cheaper than a copy per parameter
 
 
-class Lane:
-    """The j-th backward calls of a step's micro-batches. reference: the weight that has factor 1; None while all
-    weights were 0. given: whether a call came with a weight of its own."""
-
-    def __init__(self) -> None:
-        self.reference: float | None = None
-        self.given = False
-        self.weights: list[Any] = []
-        self.losses: list[Any] = []  # weight * loss
-        self.gradients: dict[int, Tensor] = {}  # of lanes 1 and up
-
-
 class Reducer:
     """Every rank makes the same calls, in the same order, except `begin_micro_batch` and what happens in a backward."""
+
+    in_order = False  # gradients of one slot are added to those of the slots before
+    num_positions = 1  # words say the sums over this rank's micro-batches
 
     def __init__(self, parameters: Sequence[nn.Parameter], world: World, transport: Transport) -> None:
         self.world, self.transport = world, transport
@@ -78,9 +70,8 @@ class Reducer:
         self._filled = bytearray(count)  # lane 0 has a gradient in the window
         self._used = np.zeros(count)  # any lane has
         self._late: dict[int, Tensor] = {}
-        self._lanes: list[Lane] = []
+        self.lanes = Lanes(self.parameters, self.in_order)
         self._reference: float | None = None  # of lane 0 in this step, equal on all ranks
-        self._next_lane = 0
         self._handles: list[Any] = []
         for i, parameter in enumerate(self.parameters):
             if parameter.requires_grad:
@@ -109,54 +100,22 @@ class Reducer:
         self._overlapping = overlap and self._built and self.world.size > 1
         self._last_micro_batch = False
 
-    def begin_micro_batch(self, last: bool) -> None:
-        self._next_lane = 0
+    def begin_micro_batch(self, position: int, last: bool) -> None:
+        """position: among this rank's micro-batches of a full step; last: no other follows in this pass."""
+        self.lanes.begin_micro_batch(position)
         self._last_micro_batch = last
         if last or not self._built:
             self._arrivals = [0] * len(self.parameters)
         if last and self._overlapping:
             self._pending = [sum(1 for i in b if self._expected[i]) for b in self._members]
 
-    def open_lane(self, reference: float | None, given: bool) -> None:
-        """Announces a backward call. reference: what its weight is divided by; None when the weight is 0."""
-        if self._next_lane == MAX_LANES:
-            raise UsageError(
-                f"step.backward was called more than {MAX_LANES} times for one micro-batch. Add losses up before "
-                "the call, or call it less often."
-            )
-        if self._next_lane == len(self._lanes):
-            self._lanes.append(Lane())
-        lane = self._lanes[self._next_lane]
-        lane.reference = lane.reference or reference
-        lane.given |= given
-
-    def skip_call(self) -> None:
-        """The announced call has weight 0 and no backward."""
-        self._next_lane += 1
-
     def enter_backward(self) -> None:
         self.receiving = True
-        if self._next_lane:
-            lane = self._lanes[self._next_lane]
-            self._main = [p.grad for p in self.parameters]
-            for i, parameter in enumerate(self.parameters):
-                parameter.grad = lane.gradients.get(i)
+        self.lanes.enter()
 
     def leave_backward(self) -> None:
         self.receiving = False
-        if self._next_lane:
-            lane = self._lanes[self._next_lane]
-            for i, parameter in enumerate(self.parameters):
-                if parameter.grad is not None:
-                    lane.gradients[i] = parameter.grad
-                parameter.grad = self._main[i]
-        self._next_lane += 1
-
-    def count(self, weight: Any, weighted_loss: Any) -> None:
-        """Notes a call that had a backward; the lane is the one just left."""
-        lane = self._lanes[self._next_lane - 1]
-        lane.weights.append(weight)
-        lane.losses.append(weighted_loss)
+        self.lanes.leave()
 
     def _arrived(self, i: int, parameter: Tensor) -> None:
         if not self.receiving:
@@ -165,8 +124,15 @@ class Reducer:
         self._used[i] = 1
         if not self._built and i not in self._order:
             self._order.append(i)
-        if self._next_lane:
-            return
+        if not self.lanes.next and self._accept(i, parameter):
+            self._arrivals[i] += 1
+            if not self._built:
+                self._expected[i] = max(self._expected[i], self._arrivals[i])
+            elif self._last_micro_batch and self._overlapping and self._arrivals[i] == self._expected[i]:
+                self._send_ready(self._bucket_of[i])
+
+    def _accept(self, i: int, parameter: Tensor) -> bool:
+        """Takes lane 0's gradient to its window. False when its bucket has left already."""
         gradient, view = parameter.grad, self._views[i]
         assert gradient is not None
         if gradient is not view:
@@ -176,19 +142,12 @@ class Reducer:
             elif self._bucket_of[i] < len(self._handles):
                 self._keep_late(i, gradient)
                 parameter.grad = None
-                return
+                return False
             else:
                 view.copy_(gradient.to_dense() if gradient.is_sparse else gradient)
                 parameter.grad = view
         self._filled[i] = 1
-        self._arrivals[i] += 1
-        if not self._built:
-            self._expected[i] = max(self._expected[i], self._arrivals[i])
-        elif self._last_micro_batch and self._overlapping and self._arrivals[i] == self._expected[i]:
-            bucket = self._bucket_of[i]
-            if bucket >= 0:
-                self._pending[bucket] -= 1
-                self._send_ready()
+        return True
 
     def _keep_late(self, i: int, gradient: Tensor) -> None:
         gradient = gradient.to_dense() if gradient.is_sparse else gradient
@@ -196,7 +155,11 @@ class Reducer:
 
     # -- sending
 
-    def _send_ready(self) -> None:
+    def _send_ready(self, bucket: int) -> None:
+        """One more parameter of this bucket is done; sends what is complete, in index order, but for the last bucket."""
+        if bucket < 0:
+            return
+        self._pending[bucket] -= 1
         while len(self._handles) < len(self.buckets) - 1 and not self._pending[len(self._handles)]:
             for i in self._members[len(self._handles)]:
                 self.parameters[i].grad = None  # what comes now is late, and must not touch what is being sent
@@ -204,10 +167,14 @@ class Reducer:
 
     def _send(self) -> None:
         bucket = self.buckets[len(self._handles)]
+        self._complete(bucket)
+        self._handles.append(self.transport.start(bucket))
+
+    def _complete(self, bucket: Bucket) -> None:
+        """Before the bucket leaves: parameters without a gradient add nothing."""
         for i in self._members[bucket.index]:
             if not self._filled[i]:
                 self._view(i).zero_()
-        self._handles.append(self.transport.start(bucket))
 
     def _view(self, i: int) -> Tensor:
         view = self._views[i]
@@ -232,27 +199,23 @@ class Reducer:
         return table
 
     def _note(self, call: int, stop: bool) -> Note:
-        weights = [[float(weight) for weight in lane.weights] for lane in self._lanes]
-        losses = [[float(loss) for loss in lane.losses] for lane in self._lanes]
-        return Note(
-            call,
-            counted=max((sum(1 for weight in lane if weight) for lane in weights), default=0),
-            given=int(bool(self._lanes) and self._lanes[0].given),
-            stop=int(stop),
-            weights=[sum(lane) for lane in weights],
-            losses=[sum(loss for loss, weight in zip(*pair) if weight) for pair in zip(losses, weights)],
-        )
+        weights, losses = self.lanes.totals(self.num_positions)
+        given = bool(self.lanes.all) and self.lanes.all[0].given
+        return Note(call, self.lanes.num_counted(), int(given), int(stop), weights, losses)
 
     def _alone(self, note: Note) -> Table:
-        extra = np.array([1.0 if self._has_extra(b) else 0.0 for b in range(len(self.buckets))])
-        return Table(
-            [note.call], note.counted, note.given, bool(note.stop), note.weights, note.losses, self._used, extra
-        )
+        for bucket in self.buckets:
+            self._complete(bucket)
+        return Table.of([note], self._used, self._extra())
+
+    def _extra(self) -> np.ndarray:
+        """Per bucket, whether this rank has something for the second round."""
+        extra = [any(i in self._late or any(lane.holds(i) for lane in self.lanes.later) for i in m) for m in self._members]
+        return np.array(extra, dtype=np.float64)
 
     def _together(self, note: Note, what: str) -> Table:
         tail = self.buckets[-1].words
-        extra = np.array([1.0 if self._has_extra(b) else 0.0 for b in range(len(self.buckets))])
-        self._words.write(tail, note, self._used, extra)
+        self._words.write(tail, note, self._used, self._extra())
         while len(self._handles) < len(self.buckets):
             self._send()
         for handle in self._handles:
@@ -266,44 +229,46 @@ class Reducer:
             )
         return table
 
-    def _has_extra(self, bucket: int) -> bool:
-        members = self._members[bucket]
-        return any(i in self._late for i in members) or any(
-            i in lane.gradients for lane in self._lanes[1:] for i in members
-        )
-
     def _second_round(self, table: Table, what: str) -> None:
         """Adds late gradients and those of later lanes, in the units of lane 0."""
-        lane_factors = [1.0] + [
-            (lane.reference or 0.0) / weight / self.final_factor(table) if weight else 0.0
-            for lane, weight in zip(self._lanes[1:], table.weights[1:])
-        ]
+        factors = self._lane_factors(table)
         for bucket in self.buckets:
             if not table.extra[bucket.index]:
                 continue
             flat = torch.zeros_like(bucket.gradients)
-            offset = 0
-            for i in self._members[bucket.index]:
-                target = window(flat, offset, self.parameters[i])
-                offset += target.numel()
+            for i, target in self._windows(flat, bucket.index):
                 if i in self._late:
                     target.add_(self._late[i])
-                for lane, factor in zip(self._lanes[1:], lane_factors[1:]):
-                    if factor and i in lane.gradients:
-                        target.add_(lane.gradients[i], alpha=float(factor))
+                self._add_lanes(target, i, factors)
             if self.world.size > 1:
                 self.world.wait(self.transport.start(Bucket(bucket.index, flat)), what)
             bucket.gradients.add_(flat)
         for i in self._outside_buckets():
-            for lane, factor in zip(self._lanes[1:], lane_factors[1:]):
-                if factor and i in lane.gradients:
-                    own = self.parameters[i].grad
-                    extra = lane.gradients[i] * float(factor)
-                    self.parameters[i].grad = (
-                        extra if own is None else own + extra if own.is_sparse else own.add_(extra)
-                    )
+            if any(lane.holds(i) for lane in self.lanes.later):
+                parameter = self.parameters[i]
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+                self._add_lanes(parameter.grad, i, factors)
         for i in sorted(self._sparse):
             self.parameters[i].grad = self._sum_sparse(i, what)
+
+    def _lane_factors(self, table: Table) -> list[float]:
+        """Per later lane: what brings its gradients to the units of lane 0."""
+        unit = self.final_factor(table)
+        pairs = zip(self.lanes.later, table.weights[1:])
+        return [(lane.reference or 0.0) / weight / unit if weight else 0.0 for lane, weight in pairs]
+
+    def _add_lanes(self, target: Tensor, i: int, factors: Sequence[float]) -> None:
+        for lane, factor in zip(self.lanes.later, factors):
+            gradient = lane.gradient(i)
+            if factor and gradient is not None:
+                target.add_(gradient, alpha=factor)
+
+    def _windows(self, flat: Tensor, bucket: int) -> Iterator[tuple[int, Tensor]]:
+        offset = 0
+        for i in self._members[bucket]:
+            yield i, window(flat, offset, self.parameters[i])
+            offset += self.parameters[i].numel()
 
     def _outside_buckets(self) -> list[int]:
         return [i for i, bucket in enumerate(self._bucket_of) if bucket < 0 and self.parameters[i].requires_grad]
@@ -325,8 +290,7 @@ class Reducer:
 
     def _build(self, what: str) -> bool:
         """Agrees on the layout. False when no rank has a gradient yet."""
-        reference = self._lanes[0].reference if self._lanes else None
-        mine = (self._order, self._expected, reference, sorted(self._sparse), self._trained)
+        mine = (self._order, self._expected, self.lanes.first_reference, sorted(self._sparse), self._trained)
         orders, expected, references, sparse, trained = zip(*self.world.gather_objects(mine, what))
         if len(set(trained)) > 1:
             raise RanksDisagree("The ranks train different parameters: requires_grad is not the same on all of them.")
@@ -345,13 +309,13 @@ class Reducer:
     def _agree_reference(self, references: Sequence[float | None]) -> None:
         """In the first step each rank divided by its own first weight; from here all ranks use slot 0's."""
         self._reference = next((reference for reference in references if reference is not None), None)
-        if not self._lanes or self._reference is None or self._lanes[0].reference in (None, self._reference):
+        mine = self.lanes.first_reference
+        if mine is None or self._reference is None or mine == self._reference:
             return
-        ratio = self._lanes[0].reference / self._reference  # type: ignore[operator]  # not None, by the line above
-        self._lanes[0].reference = self._reference
+        self.lanes.all[0].reference = self._reference
         for parameter, filled in zip(self.parameters, self._filled):
             if filled and parameter.grad is not None:
-                parameter.grad.mul_(ratio)
+                parameter.grad.mul_(mine / self._reference)
 
     def _allocate(self, order: list[int]) -> None:
         layout = plan_buckets(order, self.parameters)
@@ -360,17 +324,16 @@ class Reducer:
         if self.world.size > 1 and (not dtypes or dtypes[-1] not in (torch.float32, torch.float64)):
             self._members.append(())  # words need fp32 at least
             dtypes.append(torch.float32)
-        self._words = Words(self.world.rank, self.world.size, len(self.parameters), len(self._members))
+        self._words = Words(
+            self.world.rank, self.world.size, len(self.parameters), len(self._members), self.num_positions
+        )
         for index, (members, dtype) in enumerate(zip(self._members, dtypes)):
             tail = self._words.numel if self.world.size > 1 and index == len(self._members) - 1 else 0
             numel = sum(self.parameters[i].numel() for i in members) + tail
             device = self.parameters[members[0]].device if members else self.world.device
-            bucket = Bucket(index, torch.zeros(numel, dtype=dtype, device=device), tail=tail)
-            offset = 0
-            for i in members:
+            bucket = Bucket(index, self.transport.allocate(numel, dtype, device), tail=tail)
+            for i, view in self._windows(bucket.flat, index):
                 parameter = self.parameters[i]
-                view = window(bucket.flat, offset, parameter)
-                offset += view.numel()
                 if parameter.grad is not None and self._filled[i]:
                     view.copy_(parameter.grad)
                 parameter.grad = view
@@ -406,9 +369,9 @@ class Reducer:
     def _forget(self) -> None:
         self._filled = bytearray(len(self.parameters))
         self._used[:] = 0
-        self._late, self._lanes, self._handles = {}, [], []
+        self._late, self._handles = {}, []
+        self.lanes.clear()
         self._overlapping = self._last_micro_batch = False
-        self._next_lane = 0
 
     def flush(self, what: str) -> None:
         """Ends a pass whose buckets were being sent though no update came: rank 0 keeps the sums, to be added to."""

@@ -33,6 +33,7 @@ ORDERED_PROCESSORS = ("x86_64", "amd64", "i386", "i686")
 CHUNK_BYTES = 256 << 10  # added and written while it lies in the cache of one core
 LINE_WORDS = 16  # 128 bytes: no two ranks' counters share a cache line or its neighbour
 PAGE_BYTES = 4096
+CPU = torch.device("cpu")
 LOOKS_BEFORE_SLEEP, LONGEST_SLEEP_SECONDS = 200, 5e-4
 PEER_CHECK_SECONDS = 0.2
 TIMEOUT = timedelta(minutes=30)  # as torch's groups have it
@@ -96,11 +97,12 @@ class SharedSum:
         """False when the ranks cannot see each other's memory; then all goes through the group."""
         return self._peers is not None
 
-    def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
+    def allocate(self, numel: int, dtype: torch.dtype, device: torch.device = CPU) -> Tensor:
         """Zeros for a bucket of every rank. Every rank must call it, in the same order and with the same sizes."""
-        region = self._map(numel, dtype) if self.is_shared and numel else None
+        shared = self.is_shared and numel > 0 and device.type == "cpu"
+        region = self._map(numel, dtype) if shared else None
         if region is None:
-            return torch.zeros(numel, dtype=dtype)
+            return torch.zeros(numel, dtype=dtype, device=device)
         self._regions = {key: entry for key, entry in self._regions.items() if entry[0]() is not None}
         flat = region.copies[self.rank][:]
         self._regions[flat.data_ptr()] = (weakref.ref(flat), region)
