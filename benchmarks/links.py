@@ -37,7 +37,6 @@ def two_hosts(rate: str) -> Iterator[list[list[str]]]:
     """Commands that start what follows them on one host or the other; addresses 10.77.0.1 and 10.77.0.2."""
     tag = f"{os.getpid() % 100000}"
     spaces, cables = [f"is{side}{tag}" for side in "AB"], [f"v{side}{tag}" for side in "AB"]
-    previous = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the namespaces go in any case
     try:
         for space in spaces:
             call("ip", "netns", "add", space)
@@ -61,7 +60,6 @@ def two_hosts(rate: str) -> Iterator[list[list[str]]]:
     finally:
         for space in spaces:
             subprocess.run(["ip", "netns", "del", space], check=False, stderr=subprocess.DEVNULL)
-        signal.signal(signal.SIGTERM, previous)
 
 
 def call(*command: str) -> None:
@@ -70,11 +68,15 @@ def call(*command: str) -> None:
 
 def run_ranks(command: Sequence[str], size: int, rate: str | None, log: str, timeout_seconds: float) -> None:
     """Runs `command` once per rank; their output goes to `log`. Raises RuntimeError when one fails or time is up."""
-    if rate is None:
-        start_and_wait([[] for _ in range(size)], "127.0.0.1", command, log, timeout_seconds)
-        return
-    with two_hosts(rate) as hosts:
-        start_and_wait(hosts, "10.77.0.1", command, log, timeout_seconds)
+    previous = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that ranks and namespaces go in any case
+    try:
+        if rate is None:
+            start_and_wait([[] for _ in range(size)], "127.0.0.1", command, log, timeout_seconds)
+            return
+        with two_hosts(rate) as hosts:
+            start_and_wait(hosts, "10.77.0.1", command, log, timeout_seconds)
+    finally:
+        signal.signal(signal.SIGTERM, previous)
 
 
 def start_and_wait(

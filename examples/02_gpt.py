@@ -23,7 +23,6 @@ from torch.utils.data import Dataset
 import instep
 
 CONTEXT = 128  # tokens the model looks back on
-VOCABULARY = 1536
 HELD_OUT = 20  # every 20th file is kept for the held-out loss
 PIECES = re.compile(r" ?\w+| ?[^\s\w]+|\n *|\s")  # what a token never crosses
 
@@ -139,6 +138,9 @@ class GPT(nn.Module):
         self.head = nn.Linear(width, vocabulary, bias=False)
         nn.init.normal_(self.tokens.weight, std=0.02)
         nn.init.normal_(self.positions.weight, std=0.02)
+        for block in self.blocks:  # each block begins as the identity, which learns faster in few steps
+            nn.init.zeros_(block.out.weight)
+            nn.init.zeros_(block.mlp[2].weight)
         self.head.weight = self.tokens.weight  # tied
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -167,19 +169,20 @@ def held_out_loss(run: instep.Run, model: nn.Module, loader) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="A GPT on the sources of Python's standard library.")
-    parser.add_argument("--steps", type=int, default=700)
+    parser.add_argument("--steps", type=int, default=1400)
     parser.add_argument("--text-kb", type=int, default=4000, help="how much source text to use")
+    parser.add_argument("--vocabulary", type=int, default=1536, help="tokens: bytes and frequent sequences of them")
     parser.add_argument("--width", type=int, default=256)
     parser.add_argument("--dir", default="runs/gpt")
     args = parser.parse_args()
 
     train_text, test_text = read_sources(args.text_kb * 1000)
-    tokenizer = Tokenizer(train_text[:1_000_000], VOCABULARY)
+    tokenizer = Tokenizer(train_text[:1_000_000], args.vocabulary)
     train_set, test_set = Windows(tokenizer.encode(train_text)), Windows(tokenizer.encode(test_text)[:20_000])
 
-    with instep.Run(global_batch=16, micro_batch=4, clip_norm=1.0, seed=0, dir=args.dir, checkpoint_every=100) as run:
+    with instep.Run(global_batch=8, micro_batch=2, clip_norm=1.0, seed=0, dir=args.dir, checkpoint_every=200) as run:
         model = GPT(len(tokenizer.bytes), args.width, depth=3, heads=8)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, weight_decay=0.1)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, betas=(0.9, 0.95), weight_decay=0.1)
         warm_up = torch.optim.lr_scheduler.LinearLR(optimizer, 0.05, total_iters=30)
         cosine = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, args.steps)
         schedule = torch.optim.lr_scheduler.ChainedScheduler([warm_up, cosine])
@@ -195,7 +198,7 @@ def main() -> None:
             for inputs, targets in step:
                 step.backward(F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten()))
             step.update()
-            if step.index % 100 == 99 or step.index == args.steps - 1:
+            if step.index % 200 == 199 or step.index == args.steps - 1:
                 loss = held_out_loss(run, model, test)
                 run.log(held_out_loss=loss)
                 run.print(f"step {step.index + 1}: train loss {step.loss:.3f}, held-out loss {loss:.3f} per token")

@@ -35,6 +35,7 @@ def draw(image: torch.Tensor) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Digits drawn by a generative adversarial network.")
     parser.add_argument("--epochs", type=int, default=60)
+    parser.add_argument("--every", type=int, default=10, help="epochs between two lines")
     parser.add_argument("--dir", default=None, help="where metrics and checkpoints go; nowhere by default")
     args = parser.parse_args()
 
@@ -60,7 +61,7 @@ def main() -> None:
                 fake = generator(torch.randn(len(real), NOISE, device=run.device))
                 step.backward(F.softplus(-critic(fake)).mean(), optimizer=generator_optimizer)
             step.update(generator_optimizer)
-            if step.ends_epoch and step.epoch % 10 == 9:
+            if step.ends_epoch and (step.epoch + 1) % args.every == 0:
                 run.print(f"epoch {step.epoch}: critic {critic_loss:.4f}, generator {step.loss:.4f}")
 
         if run.is_main:
