@@ -55,14 +55,14 @@ class Step:
     def __iter__(self) -> Iterator[Any]:
         run = self._run
         self._begin_pass()
-        last = len(self._batches) - 1
+        first, last = run._slots.local.start, len(self._batches) - 1
         try:
             for position, batch in enumerate(self._batches):
                 self._current = batch
                 seeds.set_generators(seeds.FORWARD, run._seed, self.index, self._pass, batch.slot)
                 run._buffers.begin(batch.slot)
                 for trained in run._trained:
-                    trained.reducer.begin_micro_batch(position == last)
+                    trained.reducer.begin_micro_batch(batch.slot - first, position == last)
                 yield batch.data
                 run._buffers.end()
         finally:
@@ -97,15 +97,15 @@ class Step:
         self._backwards += 1
         if value == 0:
             for trained in chosen:
-                trained.reducer.open_lane(None, given)
-                trained.reducer.skip_call()
+                trained.reducer.lanes.open(None, given)
+                trained.reducer.lanes.skip()
             return
         check_loss(loss)
         if self._reference is None:  # the first step: slot 0's, once the ranks have met
             self._reference = value if given else run._slots.micro_batch
         factor = value / self._reference * run._loss_scale.value
         for trained in chosen:
-            trained.reducer.open_lane(self._reference, given)
+            trained.reducer.lanes.open(self._reference, given)
             trained.reducer.enter_backward()
         try:
             scaled = loss if factor == 1.0 else loss * factor
@@ -116,7 +116,7 @@ class Step:
                 trained.reducer.leave_backward()
         weighted = loss.detach() * value if loss.device.type != "cpu" else float(loss.detach()) * value
         for trained in chosen:
-            trained.reducer.count(value, weighted)
+            trained.reducer.lanes.count(value, weighted)
 
     def _read_weight(self, weight: Any) -> float:
         if weight is None:

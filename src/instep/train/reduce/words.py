@@ -6,6 +6,7 @@ number is kept as two fp32 words, high and low, 48 bits together. Behind the row
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -13,25 +14,25 @@ import torch
 
 MAX_LANES = 16  # backward calls per micro-batch that a row has room for
 
-# Columns of a row; the weights and losses of the lanes follow.
+# Columns of a row; behind them the weights of the lanes, then their losses: high words, then low words.
 _CALL, _COUNTED, _GIVEN, _STOP, _LANES, _FIXED = 0, 1, 2, 3, 4, 5
 
 
 @dataclass
 class Note:
-    """What one rank says. weights, losses: per lane, the sums of w and of w * loss over this rank's micro-batches."""
+    """What one rank says. weights, losses: per lane and position, the sums of w and of w * loss."""
 
     call: int = 0  # a 24-bit digest of which update this is
     counted: int = 0  # micro-batches with a weight above 0
-    given: int = 0  # of these, how many came with a weight= of their own
+    given: int = 0  # 1 when a weight came from the script
     stop: int = 0  # 1 when this rank was asked to stop
-    weights: list[float] = field(default_factory=list)
-    losses: list[float] = field(default_factory=list)
+    weights: list[list[float]] = field(default_factory=list)
+    losses: list[list[float]] = field(default_factory=list)
 
 
 @dataclass
 class Table:
-    """What all ranks said: totals, and what no rank may differ in."""
+    """What all ranks said: totals, and what no rank may differ in. weights, losses: per lane."""
 
     calls: list[int]
     counted: int
@@ -42,56 +43,65 @@ class Table:
     used: np.ndarray  # (parameters,) how many ranks have a gradient for it
     extra: np.ndarray  # (buckets,) how many ranks have a second helping for it
 
+    @staticmethod
+    def of(notes: Sequence[Note], used: np.ndarray, extra: np.ndarray) -> Table:
+        """Adds up in rank order, and in the order of positions: the same bits on every rank, and for any split."""
+        lanes = max(len(note.weights) for note in notes)
+        weights, losses = [0.0] * lanes, [0.0] * lanes
+        for note in notes:
+            for lane, (w, wl) in enumerate(zip(note.weights, note.losses)):
+                for weight, loss in zip(w, wl):
+                    weights[lane] += weight
+                    losses[lane] += loss
+        return Table(
+            calls=[note.call for note in notes],
+            counted=sum(note.counted for note in notes),
+            given=sum(note.given for note in notes),
+            stop=any(note.stop for note in notes),
+            weights=weights,
+            losses=losses,
+            used=used,
+            extra=extra,
+        )
+
 
 class Words:
-    """Reads and writes the words. numel: how many a bucket's tail needs."""
+    """Reads and writes the words. numel: how many a bucket's tail needs; num_positions: numbers per lane."""
 
-    def __init__(self, rank: int, size: int, num_parameters: int, num_buckets: int) -> None:
-        self.rank, self.size = rank, size
-        self._row = _FIXED + 4 * MAX_LANES
+    def __init__(self, rank: int, size: int, num_parameters: int, num_buckets: int, num_positions: int = 1) -> None:
+        self._rank, self._size, self._positions = rank, size, num_positions
+        self._numbers = 2 * MAX_LANES * num_positions  # weights and losses
+        self._row = _FIXED + 2 * self._numbers  # as high and low words
         self._used = self._row * size
         self._extra = self._used + num_parameters
         self.numel = self._extra + num_buckets
 
     def write(self, tail: torch.Tensor, note: Note, used: np.ndarray, extra: np.ndarray) -> None:
         values = np.zeros(self.numel, dtype=np.float64)
-        row = values[self.rank * self._row : (self.rank + 1) * self._row]
+        row = values[self._rank * self._row : (self._rank + 1) * self._row]
         row[:_FIXED] = note.call, note.counted, note.given, note.stop, len(note.weights)
-        numbers = np.array(note.weights + note.losses, dtype=np.float64)
+        numbers = np.array([note.weights, note.losses], dtype=np.float64).reshape(-1)
         high = numbers.astype(np.float32).astype(np.float64)
-        lanes = len(note.weights)
         with np.errstate(invalid="ignore"):  # a loss that is not finite has no low word
             low = np.where(np.isfinite(high), numbers - high, 0.0)
-        row[_FIXED : _FIXED + 2 * lanes] = high
-        row[_FIXED + 2 * MAX_LANES : _FIXED + 2 * MAX_LANES + 2 * lanes] = low
+        row[_FIXED : _FIXED + numbers.size] = high
+        row[_FIXED + self._numbers : _FIXED + self._numbers + numbers.size] = low
         values[self._used : self._extra] = used
         values[self._extra :] = extra
-        target = tail.numpy() if tail.device.type == "cpu" else None
-        if target is None:
-            tail.copy_(torch.from_numpy(values))
+        if tail.device.type == "cpu":
+            tail.numpy()[:] = values
         else:
-            target[:] = values
+            tail.copy_(torch.from_numpy(values))
 
     def read(self, tail: torch.Tensor) -> Table:
         values = tail.cpu().numpy().astype(np.float64)
-        rows = values[: self._used].reshape(self.size, self._row)
-        lanes = int(rows[:, _LANES].max())
-        weights, losses = [0.0] * lanes, [0.0] * lanes
-        for row in rows:  # in rank order, in double precision: the same sums on every rank
-            count = int(row[_LANES])
-            numbers = (
-                row[_FIXED : _FIXED + 2 * count] + row[_FIXED + 2 * MAX_LANES : _FIXED + 2 * MAX_LANES + 2 * count]
-            )
-            for lane in range(count):
-                weights[lane] += float(numbers[lane])
-                losses[lane] += float(numbers[count + lane])
-        return Table(
-            calls=[int(call) for call in rows[:, _CALL]],
-            counted=int(rows[:, _COUNTED].sum()),
-            given=int(rows[:, _GIVEN].sum()),
-            stop=bool(rows[:, _STOP].any()),
-            weights=weights,
-            losses=losses,
-            used=values[self._used : self._extra],
-            extra=values[self._extra :],
-        )
+        rows = values[: self._used].reshape(self._size, self._row)
+        notes = [self._read_row(row) for row in rows]
+        return Table.of(notes, values[self._used : self._extra], values[self._extra :])
+
+    def _read_row(self, row: np.ndarray) -> Note:
+        call, counted, given, stop, lanes = (int(word) for word in row[:_FIXED])
+        count = 2 * lanes * self._positions
+        numbers = row[_FIXED : _FIXED + count] + row[_FIXED + self._numbers : _FIXED + self._numbers + count]
+        weights, losses = numbers.reshape(2, lanes, self._positions).tolist()
+        return Note(call, counted, given, stop, weights, losses)
