@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +19,10 @@ from instep.launch import channel, linux
 from instep.launch.agent_link import AgentLink
 from instep.launch.failure import describe_failure, find_crash, keep_failures
 from instep.launch.group_state import AgentState, GroupState
-from instep.launch.local import make_placer, needs_agent, open_store, start_store
+from instep.launch.local import empty_store, make_placer, needs_agent, open_store, start_store
 from instep.launch.meeting import check_meeting, describe_waiting
 from instep.launch.memory_facts import read_memory_facts
-from instep.launch.spawn import Zygote
+from instep.launch.spawn import Zygote, looks_like_training
 from instep.launch.watch import Hooks, Watch
 from instep.launch.worker_env import choose_threads, count_cores
 from instep.records.choice import Choice
@@ -63,6 +64,7 @@ def launch(spec: LaunchSpec, words: tuple[str, ...], hooks: Hooks, say: Say) -> 
             else:
                 watch = Watch(spec, zygote, hooks, make_placer(spec, store[1]), fresh)
                 held.append(start_store(zygote, store[0], log.fileno(), spec.num_local_ranks))
+                watch.empty_store = partial(empty_store, held[-1])
         code = watch.run()
     finally:
         zygote.close()
@@ -103,7 +105,8 @@ def start_zygote(spec: LaunchSpec, say: Say) -> tuple[Zygote, bool]:
     why = reason_against_fork(spec, os.environ)
     if why:
         say(f"starting each rank as a fresh process: {why}")
-    zygote = Zygote("fresh" if why is not None else "fork", spec.program, environ)
+    forking = "fork-training" if looks_like_training(spec.program) else "fork"
+    zygote = Zygote("fresh" if why is not None else forking, spec.program, environ)
     answer = zygote.hear()
     if answer["answer"] == "broken":
         zygote.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import uuid
@@ -17,6 +18,7 @@ from instep.launch.worker_env import local_variables, our_variables
 from instep.records.launch_spec import LaunchSpec, RankPlace
 from instep.records.run_dir import RunDir
 
+STORE_SECONDS = 10.0  # to empty the store; it takes milliseconds
 
 def needs_agent(options: Mapping[str, Any], environ: Mapping[str, str]) -> bool:
     """Whether only torch's elastic agent can do what is asked: several nodes, or a rendezvous of the user's choice."""
@@ -55,6 +57,14 @@ def start_store(zygote: Zygote, server: socket.socket, log: int, num_ranks: int)
     with theirs, server:
         zygote.ask("store", "store", (log, log, theirs.fileno(), server.fileno()), world_size=num_ranks)
     return ours
+
+
+def empty_store(channel: socket.socket) -> None:
+    """Makes the store forget the ranks of the attempt before. channel: as `start_store` gave it."""
+    channel.settimeout(STORE_SECONDS)
+    with contextlib.suppress(OSError):  # its process has died: the launcher hears of it and ends the run
+        channel.sendall(b".")
+        channel.recv(1)
 
 
 def make_placer(spec: LaunchSpec, address: tuple[str, int]) -> Callable[[int], list[RankPlace]]:

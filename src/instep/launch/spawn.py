@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import subprocess
 import sys
@@ -12,9 +13,12 @@ from typing import Any
 from instep.launch import channel
 from instep.records.launch_spec import LaunchSpec, Program, RankPlace
 
+_TRAINING_WORDS = (b"optim", b"compile", b"Trainer", b"trainer", b"lightning", b"accelerate", b"deepspeed", b"instep")
+
 
 class Zygote:
-    """The process that ranks are started from. mode: `fork` (torch imported once) or `fresh` (new interpreters)."""
+    """The process that ranks are started from. mode: `fork`, `fork-training` (torch imported once, with what the first
+    optimizer needs) or `fresh` (new interpreters)."""
 
     def __init__(self, mode: str, program: Program, environ: Mapping[str, str]) -> None:
         self.channel, theirs = channel.open_channel()
@@ -44,6 +48,15 @@ class Zygote:
         """Lets it go; it ends everything that is still its child. Returns its exit code."""
         self.channel.close()
         return self.process.wait()
+
+
+def looks_like_training(program: Program) -> bool:
+    """Whether ranks will probably make an optimizer. Wrong costs a second at the start or one in each rank, no more."""
+    if program.kind == "module" or not os.path.isfile(program.target):
+        return True
+    with open(program.target, "rb") as file:
+        text = file.read(1 << 20)
+    return any(word in text for word in _TRAINING_WORDS)
 
 
 def rank_job(spec: LaunchSpec, place: RankPlace, rank_dir: str, probe_options: dict[str, Any]) -> dict[str, Any]:

@@ -65,6 +65,7 @@ class Watch:
         self.hooks = hooks
         self.place_ranks = place_ranks
         self.agent: AgentLink | None = None
+        self.empty_store: Callable[[], None] | None = None  # where the store is ours: before each further attempt
         self.selector = selectors.DefaultSelector()
         self.console = Console(self.selector)
         self.starter = RankStarter(spec, zygote, self.console, hooks.probe_options, fresh)
@@ -160,6 +161,8 @@ class Watch:
         self.finish_group()
         self.group.restarts_left -= 1
         restart = self.group.restart + 1
+        if self.empty_store is not None:
+            self.empty_store()
         self.console.say(f"restart {restart} of {self.spec.torch_options['max_restarts']}")
         self.start_group(self.place_ranks(restart), restart)
 

@@ -1,7 +1,8 @@
 """The process that ranks are forked from: it imports torch once, stays single-threaded, forks on request, reports ends.
 
 Started by the launcher as `python -u -m instep.launch.zygote CHANNEL MODE ...`. MODE `fork` imports torch and forks
-ranks that run the program in place; MODE `fresh` imports nothing and starts new interpreters or commands instead.
+ranks that run the program in place, `fork-training` imports also what the first optimizer needs; MODE `fresh` imports
+nothing and starts new interpreters or commands instead.
 Requests: start, store, agent, sweep, count, end; answers: ready, started, exited, swept, count.
 When the launcher dies, it ends every rank and what ranks have left behind; when it dies itself, ranks die with it.
 """
@@ -105,7 +106,7 @@ class Zygote:
 
     def rank_task(self, request: dict[str, Any], files: list[int]) -> Continuation:
         job = request["job"] | {"status_file": files[2]}
-        if self.mode == "fork":
+        if self.mode != "fresh":
             return lambda: enter(Job.from_json(job))
         return lambda: _execute(request["command"], job)
 
@@ -225,14 +226,17 @@ def _execute(command: list[str], job: dict[str, Any]) -> None:
         os._exit(127 if isinstance(error, FileNotFoundError) else 126)
 
 
-def _preload() -> str | None:
+def _preload(for_training: bool) -> str | None:
     """Imports torch. Returns why forking is not safe here, or None when it is."""
+    environ = dict(os.environ)
     import torch
     import torch.distributed
 
-    with contextlib.suppress(ImportError):  # the first optimizer imports it, seconds of work in every rank
-        import torch._dynamo  # noqa: F401
-
+    if for_training:
+        with contextlib.suppress(ImportError):  # the first optimizer imports it, a second of work in every rank
+            import torch._dynamo
+    os.environ.clear()  # imports leave variables, which a rank would not have at its start
+    os.environ.update(environ)
     if threading.active_count() > 1:
         names = ", ".join(thread.name for thread in threading.enumerate()[1:])
         return f"importing torch started threads ({names})"
@@ -249,20 +253,20 @@ def main() -> None:
         sys.path.pop(0)
     linux.adopt_orphans()
     reason = None
-    if mode == "fork":
+    if mode != "fresh":
+        gc.disable()  # collecting while modules load takes a fifth of the time, and finds nothing
         try:
-            reason = _preload()
+            reason = _preload(mode == "fork-training")
         except Exception as error:  # noqa: BLE001  # whatever a broken torch raises is the launcher's to print
             text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
             channel.send(launcher, {"answer": "broken", "error": repr(error), "text": text})
             return
     zygote = Zygote(launcher, "fresh" if reason else mode)
-    gc.collect()
     gc.freeze()
+    gc.enable()
     zygote.answer({"answer": "ready", "reason": reason})
     task = zygote.serve()
     if task is not None:
-        gc.enable()
         task()
 
 
