@@ -47,7 +47,7 @@ def _data_steps(
     done = position.taken
     run._observer.plan(total, done)
     while (epochs is None or position.epoch < epochs) and (steps is None or position.taken < steps):
-        epoch = loader.start_epoch(position.epoch, position.step, position.streams)
+        epoch = loader.start_epoch(position.epoch, position.step, position.streams, spread=run._spread_short_steps)
         position.streams = None
         try:
             yield from _epoch_steps(run, epoch, position, epochs, steps)

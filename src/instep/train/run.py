@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import nn
@@ -21,6 +22,7 @@ from instep.train.buffers import Buffers
 from instep.train.checkpoint.store import Checkpoints
 from instep.train.data.loader import Epoch, Loader, build_loader
 from instep.train.evaluate import evaluation_batches
+from instep.train.exactness import be_deterministic, check_exact_sizes
 from instep.train.loop import loop_steps
 from instep.train.observe.observer import Observer
 from instep.train.position import Position
@@ -33,8 +35,7 @@ from instep.train.prepare import (
     loose_parameters,
     prepare_model,
 )
-from instep.train.reduce.choose import choose_transport
-from instep.train.reduce.reducer import Reducer
+from instep.train.reduce.choose import choose_reducer, choose_transport
 from instep.train.slots import plan_slots
 from instep.train.step import Step
 from instep.train.techniques.sync_batch_norm import convert_sync_batch_norm
@@ -89,6 +90,7 @@ class Run:
         self._world: World | None = None
         self._evaluating = False
         self._stop_asked = False
+        self._undo_deterministic: Callable[[], None] | None = None
 
     # -- begin and end
 
@@ -105,6 +107,8 @@ class Run:
     def _begin(self, arguments: Arguments, world: World) -> None:
         self._slots = plan_slots(arguments.global_batch, arguments.micro_batch, world.rank, world.size)
         agree_on_arguments(arguments, world)
+        if arguments.exact:
+            check_exact_sizes(self._slots)
         self._observer = Observer(
             directory=arguments.dir,
             is_main=world.is_main,
@@ -114,18 +118,20 @@ class Run:
         self._checkpoints: Checkpoints | None = None
         self._checkpoints = keeping.open_checkpoints(self)
         self._seed = arguments.seed
+        self._exact = arguments.exact
         self._dtype = read_precision(arguments.precision)
         self._loss_scale = LossScale(arguments.precision == "fp16")
         self._clip_norm, self._clip_value = arguments.clip_norm, arguments.clip_value
         self._models: list[nn.Module] = []
         self._hooks: list[Any] = []  # on models
         self._trained: list[Trained] = []
-        self._buffers = Buffers(world, self._observer.say)
+        self._buffers = Buffers(world, self._observer.say, self._slots.local if self._exact else None)
         self._group = world.new_group()
         self._position = Position()
         self._calls = 0  # of run.steps
         self._step: Step | None = None
         self._epoch: Epoch | None = None
+        self._loaders: WeakSet[Loader] = WeakSet()
         self._usual_updates = 0
         self._reference: float | None = None  # the weight that has factor 1, from the step before
         self._next_reference: float | None = None
@@ -141,7 +147,9 @@ class Run:
 
     def _choose_threads(self, arguments: Arguments, world: World) -> None:
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        if arguments.threads is not None:
+        if arguments.exact:
+            self._undo_deterministic = be_deterministic(arguments.threads)
+        elif arguments.threads is not None:
             torch.set_num_threads(arguments.threads)
         elif world.local_size > 1 and "OMP_NUM_THREADS" not in os.environ:
             threads = max(1, cores // world.local_size)
@@ -161,12 +169,16 @@ class Run:
             if threading.current_thread() is threading.main_thread():
                 signal.signal(signal.SIGTERM, self._old_handler or signal.SIG_DFL)
             self._observer.close()
+            for loader in self._loaders:
+                loader.close()
             for trained in self._trained:
                 trained.close()
             for hook in self._hooks:
                 hook.remove()
             if world.meeting is not None:
                 world.meeting.leave("the end of its run" if kind is None else f"the end of its run, by {kind.__name__}")
+            if self._undo_deterministic is not None:
+                self._undo_deterministic()
             leave_world(world)
             self._world = None
         if kind is None and self._stop_asked:
@@ -263,8 +275,8 @@ class Run:
                 f"The ranks came with different optimizers for {name}: their parameters are not the same."
             )
         parameters = [by_name[key] for key in order]
-        transport = choose_transport(self._arguments.compress, world, self._observer.say)
-        trained = Trained(optimizer, Reducer(parameters, world, transport), parameters)
+        transport = choose_transport(self._arguments.compress, self._exact, world, self._observer.say)
+        trained = Trained(optimizer, choose_reducer(parameters, transport, self._exact, self._slots, world), parameters)
         trained.guard_step()
         if scheduler is not None:
             plateau = isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)
@@ -278,7 +290,7 @@ class Run:
         prefetch_factor, worker_init_fn, multiprocessing_context. len() of it: steps per epoch.
         """
         world = self._entered()
-        return build_loader(
+        loader = build_loader(
             source,
             slots=self._slots,
             seed=self._seed,
@@ -287,6 +299,8 @@ class Run:
             say=self._observer.say,
             **options,
         )
+        self._loaders.add(loader)
+        return loader
 
     def steps(
         self, loader: Loader | None = None, *, epochs: int | None = None, steps: int | None = None

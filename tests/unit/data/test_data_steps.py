@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
+from typing import Any
 
 import numpy
 import pytest
@@ -26,6 +28,7 @@ from data_sources import (
     steps_of,
     tensors,
 )
+from instep import UsageError
 from instep.train.data.loader import build_loader
 from instep.train.slots import plan_slots
 
@@ -114,6 +117,42 @@ def test_drop_last_drops_the_short_step_only() -> None:
     assert indices_of(steps) == list(range(96))
     assert len(loader_of(tensors(), drop_last=True)) == 6
     assert len(loader_of(tensors())) == 7
+
+
+@pytest.mark.parametrize(
+    "make",
+    [tensors, lambda: DataLoader(tensors(), 4, sampler=range(SIZE)), lambda: DataLoader(tensors(), 4, sampler=Ends())],
+)
+def test_a_short_step_can_be_spread_over_all_slots(make: Any) -> None:
+    got = []
+    for rank in range(4):
+        epoch = loader_of(make(), rank, 4, micro_batch=4).start_epoch(0, 5, spread=True)
+        for step in (5, 6):
+            (batch,) = epoch.next_step()
+            got.append((step, batch.slot, batch.data[0].tolist()))
+        assert not epoch.has_next()
+    assert [data for step, _, data in sorted(got) if step == 5] == [
+        [80 + 4 * slot + i for i in range(4)] for slot in range(4)
+    ]
+    assert [data for step, _, data in sorted(got) if step == 6] == [[96], [97, 98], [99, 100], [101, 102]]
+
+
+class Ends:
+    """A sampler that does not know its length."""
+
+    def __iter__(self) -> Iterator[int]:
+        yield from range(SIZE)
+
+
+def test_a_step_that_is_too_short_to_be_spread_is_refused() -> None:
+    loader = loader_of(TensorDataset(torch.arange(18)), 1, 4, micro_batch=4)
+    with pytest.raises(UsageError) as error:
+        loader.start_epoch(0, spread=True)
+    assert str(error.value) == (
+        "the last step of the epoch has 2 samples for 4 ranks, and sync_batch_norm=True needs one on each. "
+        "Give run.loader drop_last=True, or a dataset that leaves more over."
+    )
+    loader_of(TensorDataset(torch.arange(18)), 1, 4, micro_batch=4, drop_last=True).start_epoch(0, spread=True)
 
 
 @pytest.mark.parametrize("make", [Split, Unsplit])

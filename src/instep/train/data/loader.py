@@ -109,12 +109,17 @@ class Loader:
             "ranks in step; it cannot be iterated over by itself."
         )
 
-    def start_epoch(self, epoch: int, first_step: int = 0, streams: dict[int, Any] | None = None) -> Epoch:
-        """Begins an epoch at a step of it. streams: what `Epoch.stream_states` gave before that step, by slot."""
+    def start_epoch(
+        self, epoch: int, first_step: int = 0, streams: dict[int, Any] | None = None, *, spread: bool = False
+    ) -> Epoch:
+        """Begins an epoch at a step of it. streams: what `Epoch.stream_states` gave before that step, by slot.
+
+        spread: a short last step gives every slot a share of it (of map-style data), and none is left empty.
+        """
         if self._source.is_stream:
             feed = self._start_streams(epoch, first_step, streams)
         else:
-            feed = self._start_indexed(epoch, first_step)
+            feed = self._start_indexed(epoch, first_step, spread)
         return Epoch(feed, first_step, self._copier)
 
     def close(self) -> None:
@@ -138,11 +143,11 @@ class Loader:
             return min(wanted, len(self._slots.local)) if can_show() else 0
         return wanted
 
-    def _start_indexed(self, epoch: int, first_step: int) -> Feed:
+    def _start_indexed(self, epoch: int, first_step: int, spread: bool) -> Feed:
         check_size(self._source, self._slots)
         if hasattr(self.dataset, "set_epoch"):
             self.dataset.set_epoch(epoch)
-        order = plan_order(self._source, self._slots, self._seed, epoch, first_step)
+        order = plan_order(self._source, self._slots, self._seed, epoch, first_step, spread)
         if self.num_workers:
             return self._indexed_workers(order, epoch, first_step, self.num_workers)
         feed = IndexedFeed(order, self._fetch, self._seed, epoch)

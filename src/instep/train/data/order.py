@@ -34,10 +34,13 @@ class Order(Protocol):
     def positions(self, step: int, slot: int) -> Any: ...
 
 
-def plan_order(source: Source, slots: Slots, seed: int, epoch: int, first_step: int) -> Order:
-    """The order of one epoch. Global generators are left as they were."""
+def plan_order(source: Source, slots: Slots, seed: int, epoch: int, first_step: int, spread: bool = False) -> Order:
+    """The order of one epoch. Global generators are left as they were.
+
+    spread: a short step gives every slot its share, instead of leaving the later slots empty.
+    """
     if source.sampler is None and source.batch_sampler is None:
-        return PlannedOrder(_own_order(source, seed, epoch), source, slots)
+        return PlannedOrder(_own_order(source, seed, epoch), source, slots, spread)
     sampler: Any = source.batch_sampler if source.sampler is None else source.sampler
     for part in _parts(sampler):
         if hasattr(part, "set_epoch"):
@@ -45,8 +48,8 @@ def plan_order(source: Source, slots: Slots, seed: int, epoch: int, first_step: 
         _seed_own_generators(part, mix(ORDER, seed, epoch))
     if type(sampler) in _DRAW_AT_START:
         with _drawing(ORDER, seed, epoch):
-            return PlannedOrder(list(sampler), source, slots)
-    order = DrawnOrder(iter(sampler), source, slots, (ORDER, seed, epoch))
+            return PlannedOrder(list(sampler), source, slots, spread)
+    order = DrawnOrder(iter(sampler), source, slots, (ORDER, seed, epoch), spread)
     order.skip(first_step)
     return order
 
@@ -87,10 +90,20 @@ def _drawing(*numbers: int) -> Iterator[None]:
         restore_generators(before)
 
 
+def _share(count: int, slot: int, num_slots: int) -> tuple[int, int]:
+    """Where a slot's part of a short step begins and ends. Raises UsageError when not every slot can have one."""
+    if count < num_slots:
+        raise UsageError(
+            f"the last step of the epoch has {count} samples for {num_slots} ranks, and sync_batch_norm=True needs one "
+            "on each. Give run.loader drop_last=True, or a dataset that leaves more over."
+        )
+    return slot * count // num_slots, (slot + 1) * count // num_slots
+
+
 class PlannedOrder:
     """Every position is known when the epoch starts; step k takes positions [k*B, (k+1)*B)."""
 
-    def __init__(self, positions: Any, source: Source, slots: Slots) -> None:
+    def __init__(self, positions: Any, source: Source, slots: Slots, spread: bool) -> None:
         # Of a prebatched dataset a slot takes one item, of any other a micro-batch of them.
         self._per_slot = 1 if source.prebatched else slots.micro_batch
         self._per_step = self._per_slot * slots.count
@@ -100,17 +113,24 @@ class PlannedOrder:
         whole, rest = divmod(self._count, self._per_step)
         self._end = whole if source.drop_last or not rest else whole + 1
         self.num_steps: int | None = self._end
+        self._short = rest if spread and not source.drop_last and not source.prebatched else 0
+        self._num_slots = slots.count
+        if self._short:
+            _share(self._short, 0, self._num_slots)
 
     def has(self, step: int) -> bool:
         return step < self._end
 
     def slots(self, step: int) -> Sequence[int]:
         start = step * self._per_step
-        if start + self._per_step <= self._count:
+        if start + self._per_step <= self._count or (self._short and start < self._count):
             return self._local
         return [slot for slot in self._local if start + slot * self._per_slot < self._count]
 
     def positions(self, step: int, slot: int) -> Any:
+        if self._short and step == self._end - 1:
+            first, end = _share(self._short, slot, self._num_slots)
+            return self._positions[step * self._per_step + first : step * self._per_step + end]
         start = step * self._per_step + slot * self._per_slot
         return self._positions[start : start + self._per_slot]
 
@@ -121,7 +141,9 @@ class DrawnOrder:
     The global generators are set for the step while it draws, so that its draws do not depend on what ran before.
     """
 
-    def __init__(self, drawn: Iterator[Any], source: Source, slots: Slots, numbers: tuple[int, ...]) -> None:
+    def __init__(
+        self, drawn: Iterator[Any], source: Source, slots: Slots, numbers: tuple[int, ...], spread: bool
+    ) -> None:
         self._drawn = drawn
         self._numbers = numbers
         self._is_batches = source.batch_sampler is not None
@@ -129,6 +151,8 @@ class DrawnOrder:
         self._per_slot = 1 if source.prebatched or self._is_batches else slots.micro_batch
         self._per_step = self._per_slot * slots.count
         self._drop_last = source.drop_last and not self._is_batches
+        self._spread = spread and self._per_slot > 1
+        self._num_slots = slots.count
         self._local = tuple(slots.local)
         self._steps: dict[int, list[Any]] = {}
         self._next = 0
@@ -147,7 +171,11 @@ class DrawnOrder:
         return [slot for slot in self._local if self.positions(step, slot)]
 
     def positions(self, step: int, slot: int) -> Any:
-        drawn = self._at(step)[slot * self._per_slot : (slot + 1) * self._per_slot]
+        whole = self._at(step)
+        if self._spread and 0 < len(whole) < self._per_step:
+            first, end = _share(len(whole), slot, self._num_slots)
+            return whole[first:end]
+        drawn = whole[slot * self._per_slot : (slot + 1) * self._per_slot]
         return self._checked(drawn) if self._is_batches else drawn
 
     def skip(self, num_steps: int) -> None:
