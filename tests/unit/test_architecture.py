@@ -31,7 +31,7 @@ PUBLIC = ("errors", "records", "train")
 # Where torch may be imported: training, and what runs inside ranks, the zygote, the agent or a probe of the machine.
 WITH_TORCH = (
     "train/",
-    "verify/record.py",
+    "verify/record/",
     "plan/model_facts.py",
     "launch/agent.py",
     "launch/numa.py",  # loaded in ranks
