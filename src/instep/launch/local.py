@@ -20,6 +20,7 @@ from instep.records.run_dir import RunDir
 
 STORE_SECONDS = 10.0  # to empty the store; it takes milliseconds
 
+
 def needs_agent(options: Mapping[str, Any], environ: Mapping[str, str]) -> bool:
     """Whether only torch's elastic agent can do what is asked: several nodes, or a rendezvous of the user's choice."""
     if (
