@@ -94,4 +94,5 @@ def write_settings() -> str:
 
 def write_row(row: Row) -> str:
     key = f"`{row.key}`" if row.key else "not there"
-    return f"| {row.name} | {row.meaning} | `{row.option}` | `{row.variable}` | {key} | `{row.default}` |"
+    option = f"`{row.option}`" if row.option else "none"
+    return f"| {row.name} | {row.meaning} | {option} | `{row.variable}` | {key} | `{row.default}` |"

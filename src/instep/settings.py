@@ -25,14 +25,14 @@ else:
 @dataclass(frozen=True)
 class Row:
     """read: the value of a text, or UsageError; key: the name in `[tool.instep]`, None where a file may not set it;
-    option: the argument that beats all else."""
+    option: the argument that beats all else, if there is one."""
 
     name: str
     variable: str
     key: str | None
     default: Any
     read: Callable[[str], Any]
-    option: str
+    option: str | None
     meaning: str
 
 
@@ -60,6 +60,10 @@ def read_duration(text: str) -> float:
     return seconds
 
 
+def read_names(text: str) -> list[str]:
+    return [name.strip() for name in text.split(",") if name.strip()]
+
+
 def one_of(*allowed: str) -> Callable[[str], str]:
     def read(text: str) -> str:
         if text not in allowed:
@@ -84,6 +88,8 @@ ROWS = (
         "show the output of rank 0 only; that of all ranks is in the run directory"),
     Row("set", "INSTEP_SET", None, {}, read_object, "instep run --set",
         "arguments of instep.Run that beat the script's, as a JSON object of texts"),
+    Row("trackers", "INSTEP_TRACKERS", "trackers", [], read_names, None,
+        "where metrics go beside metrics.jsonl: tensorboard, wandb, mlflow, or several with commas"),
 )  # fmt: skip
 _BY_NAME = {row.name: row for row in ROWS}
 
@@ -145,6 +151,8 @@ def read_project_table(path: Path) -> dict[str, Any]:
 
 def _read_toml(row: Row, value: Any, source: str) -> Any:
     """A value of a TOML file means what its text would mean in a variable."""
+    if isinstance(value, list) and isinstance(row.default, list):
+        value = ",".join(map(str, cast("list[object]", value)))
     if not isinstance(value, (str, bool, int, float)):
         raise UsageError(f"{source}: {row.key} = {value!r} has to be a text, a number, true or false.")
     return _read(row, str(value), source, row.key)

@@ -52,6 +52,12 @@ def test_project_file_is_found_above(elsewhere: Path, monkeypatch: pytest.Monkey
     assert settings.read_setting("watch").value is False
 
 
+@pytest.mark.parametrize("table", ["trackers = ['tensorboard', 'mlflow']", "trackers = 'tensorboard, mlflow'"])
+def test_several_trackers_may_be_named(elsewhere: Path, table: str) -> None:
+    write_project(elsewhere, table)
+    assert settings.read_setting("trackers").value == ["tensorboard", "mlflow"]
+
+
 def test_a_false_argument_beats_the_variable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("INSTEP_FORK", "1")
     assert settings.read_setting("fork", False).value is False

@@ -45,7 +45,7 @@ def describe(settings: list[Setting], unknown: list[str]) -> list[str]:
     lines: list[str] = []
     for setting in settings:
         row = setting.row
-        places = [row.option, row.variable, *([f"[tool.instep] {row.key}"] if row.key else [])]
+        places = [place for place in (row.option, row.variable, row.key and f"[tool.instep] {row.key}") if place]
         lines.append(f"{row.name} = {json.dumps(setting.value)}  (from: {setting.source})")
         lines.append(f"    {row.meaning}")
         lines.append(f"    set it with {', '.join(places)}; default {json.dumps(row.default)}")

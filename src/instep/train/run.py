@@ -113,7 +113,7 @@ class Run:
             directory=arguments.dir,
             is_main=world.is_main,
             arguments=arguments.as_json(),
-            trackers=(),
+            trackers=settings.read_setting("trackers").value,
         )
         self._checkpoints: Checkpoints | None = None
         self._checkpoints = keeping.open_checkpoints(self)
