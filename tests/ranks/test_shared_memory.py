@@ -10,9 +10,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from instep.train.reduce import shared_memory
+from instep.train.reduce import shared_memory, shared_region
 from instep.train.reduce.bucket import Bucket
-from instep.train.reduce.shared_memory import SharedSum, add_in_tree, can_share_memory
+from instep.train.reduce.shared_memory import SharedSum, add_in_tree
+from instep.train.reduce.shared_region import can_share_memory
 from instep.train.world import World
 from run_ranks import run_ranks
 
@@ -147,10 +148,8 @@ def test_waiting_can_be_given_up_and_taken_up_again():
 
 
 def not_allowed_on_one_rank(rank: int, size: int, where: str):
-    if rank == 1 and where == "memory":
-        shared_memory._open_memory = lambda *_: None
-    if rank == 1 and where == "process":
-        shared_memory._find_process = lambda *_: None
+    if rank == 1:
+        setattr(shared_region, where, lambda *_: None)
     transport = SharedSum(dist.group.WORLD, World(rank, size, rank, size, torch.device("cpu")))
     bucket = Bucket(0, transport.allocate(10, torch.float32))
     bucket.flat.fill_(rank + 1.0)
@@ -159,6 +158,31 @@ def not_allowed_on_one_rank(rank: int, size: int, where: str):
     return transport.is_shared, bucket.flat.unique().tolist()
 
 
-@pytest.mark.parametrize(("where", "is_shared"), [("memory", True), ("process", False)])
-def test_where_one_rank_may_not_see_the_others_all_go_through_the_group(where, is_shared):
-    assert run_ranks(not_allowed_on_one_rank, 2, where) == [(is_shared, [3.0])] * 2
+@pytest.mark.parametrize("where", ["open_memory", "find_process"])
+def test_where_one_rank_may_not_see_the_others_all_go_through_the_group(where):
+    assert run_ranks(not_allowed_on_one_rank, 2, where) == [(False, [3.0])] * 2
+
+
+def one_comes_late(rank: int, size: int):
+    shared_memory.ANNOUNCE_AFTER_SECONDS = 0.3
+    transport = make_transport(rank, size)
+    buckets = [Bucket(index, transport.allocate(100, torch.float32)) for index in range(2)]
+    seen = []
+    for step in range(4):
+        if step == rank + 1:
+            time.sleep(1.0)
+        for bucket in buckets:
+            bucket.flat.fill_(rank + 1.0)
+        for handle in [transport.start(bucket) for bucket in buckets]:
+            handle.wait()
+        seen += [bucket.flat.unique().tolist() for bucket in buckets]
+    for handle, _ in transport._announcements:
+        handle.wait()
+    transport.close()
+    return seen, transport._num_announced
+
+
+def test_a_long_wait_is_announced_by_a_collective_in_which_all_take_part():
+    for seen, num_announced in run_ranks(one_comes_late, 2):
+        assert seen == [[3.0]] * 8
+        assert num_announced == 2

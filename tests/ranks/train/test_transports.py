@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import instep
-from instep.train.reduce.shared_memory import can_share_memory
+from instep.train.reduce.shared_region import can_share_memory
 from instep.train.world import World
 from run_ranks import run_ranks
 

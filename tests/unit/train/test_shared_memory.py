@@ -1,7 +1,8 @@
 import pytest
 import torch
 
-from instep.train.reduce.shared_memory import add_in_tree, add_up_shard, can_share_memory
+from instep.train.reduce.shared_memory import add_in_tree, add_up_shard
+from instep.train.reduce.shared_region import can_share_memory
 from instep.train.world import World
 
 

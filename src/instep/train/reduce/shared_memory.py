@@ -4,20 +4,19 @@ When all have filled their copy of a bucket, rank r adds up shard r of all copie
 The order of the additions is a fixed binary tree over ranks, so the bits do not depend on who adds. Nothing is copied
 to or from sockets: the bytes that move are the least that N copies allow.
 
-The memory has no name (memfd), so nothing is left behind however a process ends. Ranks wait by looking at counters in
-it; they give way to others early, since ranks often outnumber cores, and notice when a rank they wait for has ended.
+Ranks wait by looking at counters in that memory. They give way to others early, since ranks often outnumber cores, and
+notice when a rank they wait for has ended. What watches from outside cannot see such a wait; so one that takes long
+is announced by a collective of torch.distributed, which the others take part in when they come.
 """
 
 from __future__ import annotations
 
 import os
-import platform
-import secrets
-import sys
 import time
 import weakref
 from dataclasses import dataclass, field
 from datetime import timedelta
+from typing import Any
 
 import psutil
 import torch
@@ -26,38 +25,18 @@ from torch import Tensor
 
 from instep.train.reduce.bucket import Bucket, Handle
 from instep.train.reduce.group_sum import GroupSum
+from instep.train.reduce.shared_region import Region, can_share_memory, find_peers, map_region
 from instep.train.world import World
 
-# On these a plain store is seen after all stores before it, as the counters need; Python has no memory barrier.
-ORDERED_PROCESSORS = ("x86_64", "amd64", "i386", "i686")
 CHUNK_BYTES = 256 << 10  # added and written while it lies in the cache of one core
-LINE_WORDS = 16  # 128 bytes: no two ranks' counters share a cache line or its neighbour
-PAGE_BYTES = 4096
-CPU = torch.device("cpu")
 LOOKS_BEFORE_SLEEP, LONGEST_SLEEP_SECONDS = 200, 5e-4
 PEER_CHECK_SECONDS = 0.2
+ANNOUNCE_AFTER_SECONDS = 2.0  # healthy ranks rarely wait so long, and a stall is called one after many more
 TIMEOUT = timedelta(minutes=30)  # as torch's groups have it
+CPU = torch.device("cpu")
 
-_ARRIVED, _DONE, _LEFT = 0, 1, 2  # words of a rank's line
-
-
-def can_share_memory(world: World) -> bool:
-    """Whether it is worth a try: all ranks on one host, on the CPU, and a processor that keeps stores in order."""
-    return (
-        sys.platform == "linux"
-        and platform.machine().lower() in ORDERED_PROCESSORS
-        and world.device.type == "cpu"
-        and 1 < world.size == world.local_size
-    )
-
-
-@dataclass
-class Region:
-    """The copies of one bucket, and each rank's counters: how often it arrived with it and how often it was done."""
-
-    counters: memoryview
-    copies: list[Tensor]
-    generation: int = 0
+_ARRIVED, _DONE = 0, 1  # words of a bucket's region: how often a rank came with it, and had done its part
+_LEFT, _ANNOUNCED = 0, 1  # words of the board
 
 
 @dataclass
@@ -69,13 +48,14 @@ class SharedHandle:
     summed: bool = field(default=False)
 
     def is_completed(self) -> bool:
-        return self.summed and self.owner.all_reached(self.region, _DONE, self.generation)
+        return self.summed and self.region.all_reached(_DONE, self.generation)
 
     def wait(self, timeout: timedelta | None = None) -> None:
         """Raises RuntimeError when a rank does not come in time (it may be called again), has left, or has ended."""
         deadline = time.monotonic() + (timeout or TIMEOUT).total_seconds()
         self.owner.work_until(self, deadline)
         self.owner.await_ranks(self, _DONE, deadline)
+        self.owner.join_announcements()
 
 
 class SharedSum:
@@ -89,18 +69,23 @@ class SharedSum:
         self._plain = GroupSum(group)
         self._regions: dict[int, tuple[weakref.ref[Tensor], Region]] = {}  # by address of this rank's copy
         self._waiting: list[SharedHandle] = []  # started, and not yet added up by this rank
-        self._peers = self._meet() if can_share_memory(world) else None
-        self._yields_at = 20 if self._peers and len(os.sched_getaffinity(0)) >= self.size else 0
+        self._peers: list[psutil.Process] = (find_peers(group) if can_share_memory(world) else None) or []
+        self._board = map_region(group, 1, torch.int64) if self._peers else None
+        if self.is_shared:
+            self._spins = 20 if len(os.sched_getaffinity(0)) >= self.size else 0
+            self._announcing = world.new_group()  # nothing else is sent in it, so ranks may join at any time
+            self._announcements: list[tuple[Any, Tensor]] = []
+            self._num_announced = 0
 
     @property
     def is_shared(self) -> bool:
         """False when the ranks cannot see each other's memory; then all goes through the group."""
-        return self._peers is not None
+        return self._board is not None
 
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device = CPU) -> Tensor:
         """Zeros for a bucket of every rank. Every rank must call it, in the same order and with the same sizes."""
         shared = self.is_shared and numel > 0 and device.type == "cpu"
-        region = self._map(numel, dtype) if shared else None
+        region = map_region(self.group, numel, dtype) if shared else None
         if region is None:
             return torch.zeros(numel, dtype=dtype, device=device)
         self._regions = {key: entry for key, entry in self._regions.items() if entry[0]() is not None}
@@ -115,134 +100,85 @@ class SharedSum:
         region.generation += 1
         handle = SharedHandle(self, region, region.generation, bucket.index)
         self._waiting.append(handle)
-        region.counters[self.rank * LINE_WORDS + _ARRIVED] = region.generation
+        region.write(self.rank, _ARRIVED, region.generation)
         return handle
 
     def close(self) -> None:
         """Tells ranks that still wait that this one does not come any more."""
-        for _, region in self._regions.values():
-            region.counters[self.rank * LINE_WORDS + _LEFT] = 1
+        if self._board is not None:
+            self._board.write(self.rank, _LEFT, 1)
         self._regions.clear()
         self._waiting.clear()
 
     def work_until(self, last: SharedHandle, deadline: float) -> None:
-        """Does this rank's part of all buckets that were started up to `last` and after it, in order.
+        """Does this rank's part of all buckets that were started up to `last`, and of later ones that all came to.
 
         The later ones too: a rank that is ahead would otherwise make the others wait for it once per bucket.
         """
         while self._waiting:
             handle = self._waiting[0]
-            if last.summed and not self.all_reached(handle.region, _ARRIVED, handle.generation):
+            if last.summed and not handle.region.all_reached(_ARRIVED, handle.generation):
                 return
             self.await_ranks(handle, _ARRIVED, deadline)
             add_up_shard(handle.region.copies, self.rank)
-            handle.region.counters[self.rank * LINE_WORDS + _DONE] = handle.generation
+            handle.region.write(self.rank, _DONE, handle.generation)
             handle.summed = True
             self._waiting.pop(0)
 
-    def all_reached(self, region: Region, word: int, generation: int) -> bool:
-        return all(region.counters[rank * LINE_WORDS + word] >= generation for rank in range(self.size))
-
     def await_ranks(self, handle: SharedHandle, word: int, deadline: float) -> None:
-        """Looks at the counters: at first all the time, then giving way to whoever wants the core, then asleep."""
-        counters, looks, sleep_seconds = handle.region.counters, 0, 2e-5
-        next_check = 0.0
         for rank in range(self.size):
-            position = rank * LINE_WORDS + word
-            while counters[position] < handle.generation:
-                looks += 1
-                if looks < LOOKS_BEFORE_SLEEP:
-                    if looks > self._yields_at:
-                        os.sched_yield()
-                    continue
-                time.sleep(sleep_seconds)
-                sleep_seconds = min(1.5 * sleep_seconds, LONGEST_SLEEP_SECONDS)
-                now = time.monotonic()
-                if now >= next_check:
-                    next_check = now + PEER_CHECK_SECONDS
-                    self._check_alive(handle, rank, word)
-                if now >= deadline:
-                    raise RuntimeError(f"bucket {handle.index} timed out waiting for rank {rank}")
+            if handle.region.read(rank, word) < handle.generation:
+                self._await_rank(handle, rank, word, deadline)
+
+    def _await_rank(self, handle: SharedHandle, rank: int, word: int, deadline: float) -> None:
+        """Looks at the counter: at first all the time, then giving way to whoever wants the core, then asleep."""
+        read, generation = handle.region.read, handle.generation
+        for look in range(LOOKS_BEFORE_SLEEP):
+            if read(rank, word) >= generation:
+                return
+            if look >= self._spins:
+                os.sched_yield()
+        sleep_seconds, started, announced = 2e-5, time.monotonic(), False
+        next_check = started + PEER_CHECK_SECONDS
+        while read(rank, word) < generation:
+            time.sleep(sleep_seconds)
+            sleep_seconds = min(1.5 * sleep_seconds, LONGEST_SLEEP_SECONDS)
+            now = time.monotonic()
+            if now >= next_check:
+                next_check = now + PEER_CHECK_SECONDS
+                self._check_alive(handle, rank, word)
+            if now >= started + ANNOUNCE_AFTER_SECONDS and not announced:
+                announced = True
+                self._announce(self._num_announced + 1)
+            if now >= deadline:
+                raise RuntimeError(f"bucket {handle.index} timed out waiting for rank {rank}")
 
     def _check_alive(self, handle: SharedHandle, rank: int, word: int) -> None:
         """Raises RuntimeError when `rank` has ended or left, unless it did its part just before."""
-        assert self._peers is not None
-        peer, counters = self._peers[rank], handle.region.counters
+        assert self._board is not None
+        peer = self._peers[rank]
         ended = not peer.is_running() or peer.status() == psutil.STATUS_ZOMBIE
-        left = counters[rank * LINE_WORDS + _LEFT] > 0
-        if (ended or left) and counters[rank * LINE_WORDS + word] < handle.generation:
+        left = self._board.read(rank, _LEFT) > 0
+        if (ended or left) and handle.region.read(rank, word) < handle.generation:
             what = f"its process {peer.pid} has ended" if ended else "it has left the run"
             raise RuntimeError(f"rank {rank} does not come to bucket {handle.index}: {what}")
 
-    def _meet(self) -> list[psutil.Process] | None:
-        """All ranks' processes, or None when one of them cannot see the others."""
-        identities: list[tuple[int, float, str]] = [(0, 0.0, "")] * self.size
-        mine = (os.getpid(), psutil.Process().create_time(), os.readlink("/proc/self/ns/pid"))
-        dist.all_gather_object(identities, mine, group=self.group)
-        peers = [_find_process(pid, created) for pid, created, namespace in identities if namespace == mine[2]]
-        found = [peer for peer in peers if peer is not None]
-        return found if self._all_agree(len(found) == self.size) else None
+    def join_announcements(self) -> None:
+        """Takes part in those that other ranks have begun."""
+        assert self._board is not None
+        for rank in range(self.size):
+            if self._board.read(rank, _ANNOUNCED) > self._num_announced:
+                self._announce(self._board.read(rank, _ANNOUNCED))
 
-    def _all_agree(self, value: bool) -> bool:
-        votes: list[bool] = [False] * self.size
-        dist.all_gather_object(votes, value, group=self.group)
-        return all(votes)
-
-    def _map(self, numel: int, dtype: torch.dtype) -> Region | None:
-        """None when a rank could not open the memory that rank 0 made; the same on all ranks."""
-        header_bytes = _round_up(8 * LINE_WORDS * (self.size + 1))
-        copy_bytes = _round_up(numel * dtype.itemsize)
-        box: list[tuple[int, int, int] | None] = [None]
-        own = -1
-        if self.rank == 0:
-            own = os.memfd_create("instep-bucket", os.MFD_CLOEXEC)
-            os.ftruncate(own, header_bytes + self.size * copy_bytes)
-            box[0] = (os.getpid(), own, secrets.randbits(62))
-            os.pwrite(own, box[0][2].to_bytes(8, sys.byteorder), 8 * LINE_WORDS * self.size)
-        try:
-            dist.broadcast_object_list(box, src=dist.get_global_rank(self.group, 0), group=self.group)
-            assert box[0] is not None
-            memory = _open_memory(*box[0], 8 * LINE_WORDS * self.size)
-            if not self._all_agree(memory is not None) or memory is None:
-                return None
-        finally:
-            if own >= 0:
-                os.close(own)  # the mappings keep it
-        counters = memory[:header_bytes].numpy().data.cast("q")
-        starts = range(header_bytes, header_bytes + self.size * copy_bytes, copy_bytes)
-        copies = [memory[start : start + numel * dtype.itemsize].view(dtype) for start in starts]
-        copies[self.rank].zero_()  # touched by its owner first, so that it lies near the owner's core
-        return Region(counters, copies)
-
-
-def _find_process(pid: int, created: float) -> psutil.Process | None:
-    try:
-        process = psutil.Process(pid)
-        return process if abs(process.create_time() - created) < 1 else None
-    except psutil.Error:
-        return None
-
-
-def _open_memory(pid: int, descriptor: int, token: int, token_offset: int) -> Tensor | None:
-    """Rank 0's memory by way of its process; None when that is not allowed or is another file (another host's)."""
-    try:
-        opened = os.open(f"/proc/{pid}/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC)
-    except OSError:
-        return None
-    try:
-        if os.pread(opened, 8, token_offset) != token.to_bytes(8, sys.byteorder):
-            return None
-        size = os.fstat(opened).st_size
-        # not mmap.mmap, which keeps a file descriptor for each bucket
-        return torch.from_file(f"/proc/self/fd/{opened}", shared=True, size=size, dtype=torch.uint8)
-    except (OSError, RuntimeError):
-        return None
-    finally:
-        os.close(opened)
-
-
-def _round_up(num_bytes: int) -> int:
-    return -(-num_bytes // PAGE_BYTES) * PAGE_BYTES
+    def _announce(self, number: int) -> None:
+        """Begins collectives up to the `number`-th and waits for none: all ranks begin the same ones sooner or later."""
+        assert self._board is not None
+        self._announcements = [entry for entry in self._announcements if not entry[0].is_completed()]
+        while self._num_announced < number:
+            token = torch.zeros(1)
+            self._announcements.append((dist.all_reduce(token, group=self._announcing, async_op=True), token))
+            self._num_announced += 1
+        self._board.write(self.rank, _ANNOUNCED, self._num_announced)
 
 
 def add_up_shard(copies: list[Tensor], shard: int) -> None:
