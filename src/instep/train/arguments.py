@@ -62,8 +62,11 @@ def read_arguments(given: Mapping[str, Any]) -> Arguments:
     if given["compress"] is not None and given["compress"] not in COMPRESSIONS:
         allowed = ", ".join(map(repr, COMPRESSIONS))
         raise UsageError(f"compress={given['compress']!r} is not known. Allowed: {allowed}, or None.")
-    if given["exact"]:
-        raise UsageError("exact=True is not built yet in this version of instep. Leave it out.")
+    if given["exact"] and given["compress"] is not None:
+        raise UsageError(
+            f"exact=True with compress={given['compress']!r} is not built yet in this version of instep: rounding before the "
+            "sum would depend on the number of ranks. Leave one of them out."
+        )
     if given["checkpoint_every"] is not None and given["dir"] is None:
         raise UsageError(
             f"checkpoint_every={given['checkpoint_every']} has no place to save to: give dir= as well, or leave it out."

@@ -15,27 +15,33 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
+from instep.errors import UsageError
 from instep.train.techniques.sync_batch_norm import is_synchronised
 from instep.train.world import World
 
 
 class Buffers:
-    """begin, end and discard are local; combine is for every rank."""
+    """begin, end and discard are local; combine is for every rank.
 
-    def __init__(self, world: World, say: Callable[[str], None]) -> None:
-        self._world, self._say = world, say
+    exact_slots: how many slots a rank has, when the statistics of each have to be added in slot order on any number of
+    ranks; None lets each rank add up its own first, and one process do as PyTorch does.
+    """
+
+    def __init__(self, world: World, say: Callable[[str], None], exact_slots: range | None) -> None:
+        self._world, self._say, self._exact = world, say, exact_slots
+        self._is_active = False
         self._group: dist.ProcessGroup | None = None
         self._norms: list[_NormBase] = []
         self._others: list[tuple[str, nn.Module, str]] = []
         self._base: Tensor | None = None  # statistics at the step's begin
-        self._gain: Tensor | None = None  # what this rank's micro-batches added, and their numbers of forwards
+        self._gains: dict[int, Tensor] = {}  # by row: what micro-batches added, and their numbers of forwards
         self._written: list[int] = []  # per other buffer: the last slot that wrote it, -1 for none
         self._versions: list[tuple[int, int]] = []
         self._slot: int | None = None
 
     def add(self, model: nn.Module) -> None:
         """Takes a model's buffers under care. Every rank must call it."""
-        if self._world.size == 1:
+        if self._world.size == 1 and self._exact is None:
             return
         norms = [m for m in model.modules() if isinstance(m, _NormBase) and m.running_mean is not None]
         names = ("running_mean", "running_var", "num_batches_tracked")
@@ -46,13 +52,13 @@ class Buffers:
                 if id(buffer) not in cared:
                     self._others.append((f"{prefix}.{name}".lstrip("."), module, name))
         self._written = [-1] * len(self._others)
-        if self._group is None and (self._norms or self._others):
-            self._group = self._world.new_group()
+        if not self._is_active and (self._norms or self._others):
+            self._is_active, self._group = True, self._world.new_group()
 
     # -- around a micro-batch's forward
 
     def begin(self, slot: int) -> None:
-        if self._group is None:
+        if not self._is_active:
             return
         self._slot = slot
         if self._norms:
@@ -66,8 +72,11 @@ class Buffers:
         if self._slot is None:
             return
         if self._base is not None:
-            gain = self._added(self._base, self._read())
-            self._gain = gain if self._gain is None else self._chain(self._gain, gain)
+            gain, row = (
+                self._added(self._base, self._read()),
+                0 if self._exact is None else self._slot - self._exact.start,
+            )
+            self._gains[row] = self._chain(self._gains[row], gain) if row in self._gains else gain
         for i, (_, module, name) in enumerate(self._others):
             if _version(module, name) != self._versions[i]:
                 self._written[i] = self._slot
@@ -137,29 +146,40 @@ class Buffers:
 
     def combine(self, what: str) -> None:
         """Makes all cared-for buffers equal on all ranks. Every rank must call it; costs one all-gather, if any are."""
-        if self._group is None:
+        if not self._is_active:
             return
         self.end()
         base = self._base if self._base is not None else self._read() if self._norms else None
-        device = base.device if base is not None else self._world.device
-        gain = self._gain
-        if gain is None:
-            gain = torch.zeros_like(base) if base is not None else torch.zeros(0, dtype=torch.float64, device=device)
-        mine = torch.cat([gain, torch.tensor(self._written, dtype=torch.float64, device=device)])
-        rows = [torch.empty_like(mine) for _ in range(self._world.size)]
-        handle = dist.all_gather(rows, mine, group=self._group, async_op=True)
-        self._world.wait(handle, what)
+        none = (
+            torch.zeros(0, dtype=torch.float64, device=self._world.device) if base is None else torch.zeros_like(base)
+        )
+        gains = [self._gains.get(row, none) for row in range(1 if self._exact is None else len(self._exact))]
+        written = torch.tensor(self._written, dtype=torch.float64, device=none.device)
+        ranks = self._gather(torch.cat([*gains, written]), what)
         if base is not None:
-            total = rows[0][: gain.numel()]
+            rows = [row for rank in ranks for row in rank[: none.numel() * len(gains)].split(none.numel())]
+            total = rows[0]
             for row in rows[1:]:
-                total = self._chain(total, row[: gain.numel()])
+                total = self._chain(total, row)
             self._write(self._apply(base, total))
-        self._base = self._gain = None
-        self._send_others(torch.stack([row[gain.numel() :] for row in rows]), what)
+        self._base, self._gains = None, {}
+        self._send_others(torch.stack([rank[none.numel() * len(gains) :] for rank in ranks]), what)
+
+    def _gather(self, mine: Tensor, what: str) -> list[Tensor]:
+        if self._group is None:
+            return [mine]
+        rows = [torch.empty_like(mine) for _ in range(self._world.size)]
+        self._world.wait(dist.all_gather(rows, mine, group=self._group, async_op=True), what)
+        return rows
 
     def _send_others(self, last_slots: Tensor, what: str) -> None:
         for i in self._written_anywhere(last_slots):
             name, module, attribute = self._others[i]
+            if self._exact is not None:
+                raise UsageError(
+                    f"exact=True cannot keep the buffer {name}: forward writes it, so it depends on which micro-batches a "
+                    "rank had. Leave exact out, or compute it from parameters."
+                )
             self._say(
                 f"the buffer {name} is written in forward; it takes the last micro-batch's value on all ranks, "
                 "so it depends on the number of processes"

@@ -14,6 +14,7 @@ from instep.train.checkpoint.saved import Saved
 from instep.train.checkpoint.state import capture
 from instep.train.checkpoint.state import restore as restore_state
 from instep.train.checkpoint.store import Checkpoints
+from instep.train.exactness import describe_differences, read_facts
 from instep.train.position import Position
 
 if TYPE_CHECKING:
@@ -63,6 +64,7 @@ def save(run: Run, metric: float | None, best: str | None) -> None:
             "schedulers": [[s.scheduler.state_dict() for s in trained.schedulers] for trained in run._trained],
             "state": run.state,
             "arguments": run._arguments.as_json(),
+            "exact": read_facts(run._entered()) if run._exact else None,
         },
         "run",
     )
@@ -133,8 +135,18 @@ def _restore_schedulers(run: Run, kept: list[list[Any]]) -> None:
 
 
 def _compare_arguments(run: Run, saved: Saved) -> None:
+    """Says what will not be as it was; raises UsageError where exact=True has promised that it will."""
     then, now = saved.values["run"]["arguments"], run._arguments.as_json()
-    if then["micro_batch"] != now["micro_batch"]:
+    if run._exact:
+        if then["micro_batch"] != now["micro_batch"]:
+            raise UsageError(
+                f"exact=True cannot continue with micro_batch={now['micro_batch']}: the checkpoint {saved.path} was made with "
+                f"micro_batch={then['micro_batch']}. Give the same, or leave exact out."
+            )
+        differences = describe_differences(saved.values["run"].get("exact"), read_facts(run._entered()))
+        if differences is not None:
+            run._observer.say(f"from here the bits may differ from an undisturbed run's: {differences}")
+    elif then["micro_batch"] != now["micro_batch"]:
         run._observer.say(
             f"the checkpoint was made with micro_batch={then['micro_batch']}, this run has {now['micro_batch']}: dropout masks "
             "and batch statistics change from here"

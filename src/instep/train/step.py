@@ -47,7 +47,7 @@ class Step:
         self._reduced: dict[int, tuple[Table, float]] = {}
         self._updates = 0
         self._backwards = 0
-        self._reference = run._reference
+        self._reference = run._slots.micro_batch if run._exact and run._reference is None else run._reference
         for trained in run._trained:
             trained.updates = 0
             trained.reducer.begin_step(trained.parameters(), self._reference)
@@ -101,6 +101,11 @@ class Step:
                 trained.reducer.lanes.skip()
             return
         check_loss(loss)
+        if run._exact and self._current is None:
+            raise UsageError(
+                "exact=True adds gradients in the order of micro-batches: call step.backward inside the inner loop, or leave "
+                "exact out."
+            )
         if self._reference is None:  # the first step: slot 0's, once the ranks have met
             self._reference = value if given else run._slots.micro_batch
         factor = value / self._reference * run._loss_scale.value
@@ -139,6 +144,8 @@ class Step:
         fn per micro-batch with the same random numbers, so that memory is that of one micro-batch
         (Gao et al., "Scaling Deep Contrastive Learning Batch Size under Memory Limited Setup", 2021).
         """
+        if self._run._exact:
+            raise UsageError("exact=True does not reach step.all_rows yet: leave exact out.")
         self._begin_pass()
         try:
             return gather_rows(self._run, self, fn, self._batches)

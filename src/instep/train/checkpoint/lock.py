@@ -15,7 +15,7 @@ from pathlib import Path
 from instep.errors import UsageError
 from instep.records.run_dir import RunDir
 
-PATIENCE_SECONDS = 2.0  # a killed process holds its lock until its memory is given back
+PATIENCE_SECONDS = 5.0  # a killed process holds its lock until its memory is given back, and ranks outlive a launcher
 _held_here: set[Path] = set()  # a process does not conflict with its own locks
 
 

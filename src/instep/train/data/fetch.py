@@ -96,7 +96,8 @@ class TensorFetch:
 
     def __init__(self, tensors: Sequence[torch.Tensor], rows: Sequence[int] | None) -> None:
         self._tensors = tensors
-        self._rows = None if rows is None else torch.as_tensor(rows, dtype=torch.int64)
+        self._rows = None if rows is None else _read_rows(rows, len(tensors[0]))
+        self._count = len(tensors[0]) if self._rows is None else len(self._rows)
         self._is_on_cpu = all(tensor.device.type == "cpu" for tensor in tensors)
         self.pinned = False
 
@@ -107,7 +108,7 @@ class TensorFetch:
             start, count = positions.start, len(positions)
             return count, [tensor.narrow(0, start, count).clone() for tensor in self._tensors]
         else:
-            rows = torch.as_tensor(positions, dtype=torch.int64)
+            rows = _read_rows(positions, self._count)
         if self._rows is not None:
             rows = self._rows.index_select(0, rows)
         # A tensor of its own for each micro-batch, not a window on one of the whole step: the results of some kernels
@@ -124,6 +125,11 @@ class TensorFetch:
             return tensor.index_select(0, rows.to(tensor.device))
         out = torch.empty((len(rows), *tensor.shape[1:]), dtype=tensor.dtype, pin_memory=True)
         return torch.index_select(tensor, 0, rows, out=out)
+
+
+def _read_rows(rows: Any, count: int) -> torch.Tensor:
+    read = torch.as_tensor(rows, dtype=torch.int64)
+    return torch.where(read < 0, read + count, read)  # as indexing does, from the end
 
 
 class SampleFetch:

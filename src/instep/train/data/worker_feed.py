@@ -150,6 +150,29 @@ class IndexedReader(Dataset[Any]):
             return Failure(str(error))
 
 
+class IndexedTasks:
+    """The micro-batches to read, from a step on. `step` follows the training: what it has left behind is not read."""
+
+    def __init__(self, order: Order, local: Sequence[int], epoch: int, step: int) -> None:
+        self.step = step
+        self._order = order
+        self._local = tuple(local)
+        self._epoch = epoch
+
+    def __iter__(self) -> Iterator[tuple[int, int, int, Any]]:
+        step = self.step
+        while self._order.has(step):
+            for slot in self._local:
+                if step < self.step:
+                    break
+                positions = self._order.positions(step, slot)
+                if len(positions):
+                    if isinstance(positions, torch.Tensor):  # a tensor would travel as a file of shared memory
+                        positions = positions.tolist()
+                    yield self._epoch, step, slot, positions
+            step = max(step + 1, self.step)
+
+
 class IndexedWorkerFeed:
     """A map-style dataset, read by worker processes."""
 
@@ -158,8 +181,13 @@ class IndexedWorkerFeed:
     def __init__(self, service: Service, order: Order, local: Sequence[int], epoch: int, first_step: int) -> None:
         self.num_steps = order.num_steps
         self.has = order.has
-        self.slots = order.slots
-        self._results = service.start(_indexed_tasks(order, local, epoch, first_step))
+        self._slots = order.slots
+        self._tasks = IndexedTasks(order, local, epoch, first_step)
+        self._results = service.start(iter(self._tasks))
+
+    def slots(self, step: int) -> Sequence[int]:
+        self._tasks.step = step
+        return self._slots(step)
 
     def fetch(self, step: int, slot: int) -> tuple[int, Any]:
         while True:
@@ -172,17 +200,6 @@ class IndexedWorkerFeed:
 
     def close(self) -> None:
         self._results.close()
-
-
-def _indexed_tasks(order: Order, local: Sequence[int], epoch: int, step: int) -> Iterator[tuple[int, int, int, Any]]:
-    while order.has(step):
-        for slot in local:
-            positions = order.positions(step, slot)
-            if len(positions):
-                if isinstance(positions, torch.Tensor):  # a tensor would travel as a file of shared memory
-                    positions = positions.tolist()
-                yield epoch, step, slot, positions
-        step += 1
 
 
 @dataclass(frozen=True)

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+
+from torch import nn
 
 from instep.records.choice import Choice
 from instep.train.reduce.bucket import Transport
 from instep.train.reduce.compress import DTYPES, CompressedSum
+from instep.train.reduce.exact_reducer import ExactReducer
+from instep.train.reduce.exact_sum import ExactSum
 from instep.train.reduce.group_sum import GroupSum
 from instep.train.reduce.power_sgd import PowerSGD
-from instep.train.reduce.shared_memory import SharedSum, can_share_memory
+from instep.train.reduce.reducer import Reducer
+from instep.train.reduce.shared_memory import SharedSum
+from instep.train.reduce.shared_region import can_share_memory
+from instep.train.slots import Slots
 from instep.train.world import World
 
 
-def choose_transport(compress: str | None, world: World, say: Callable[[str], None]) -> Transport:
+def choose_transport(compress: str | None, exact: bool, world: World, say: Callable[[str], None]) -> Transport:
     """Every rank must call it: makes a group of its own, so that these buckets never pair with others.
 
     compress: one of `arguments.COMPRESSIONS`, or None for sums in the gradients' own type.
@@ -31,4 +38,12 @@ def choose_transport(compress: str | None, world: World, say: Callable[[str], No
             reason = "all ranks are on this host and on the CPU, so nothing has to be sent"
             say(str(Choice("gradients", "summed in shared memory", reason, 'compress="bf16" or another')))
             return shared
-    return GroupSum(group)
+    return ExactSum(group) if exact else GroupSum(group)
+
+
+def choose_reducer(
+    parameters: Sequence[nn.Parameter], transport: Transport, exact: bool, slots: Slots, world: World
+) -> Reducer:
+    return (
+        ExactReducer(parameters, world, transport, len(slots.local)) if exact else Reducer(parameters, world, transport)
+    )

@@ -210,7 +210,9 @@ class Reducer:
 
     def _extra(self) -> np.ndarray:
         """Per bucket, whether this rank has something for the second round."""
-        extra = [any(i in self._late or any(lane.holds(i) for lane in self.lanes.later) for i in m) for m in self._members]
+        extra = [
+            any(i in self._late or any(lane.holds(i) for lane in self.lanes.later) for i in m) for m in self._members
+        ]
         return np.array(extra, dtype=np.float64)
 
     def _together(self, note: Note, what: str) -> Table:

@@ -7,19 +7,7 @@ absent from the tree, which is what -0.0 does in an addition: x + -0.0 is x, bit
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from torch import Tensor
-
-
-def left_siblings(position: int) -> Iterator[int]:
-    """The levels at which a node that ends with this position has a left sibling, lowest first."""
-    level = 0
-    while position:
-        if position & 1:
-            yield level
-        position >>= 1
-        level += 1
 
 
 def carries(position: int) -> int:

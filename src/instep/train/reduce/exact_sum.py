@@ -1,0 +1,46 @@
+"""Sums over ranks in the tree of `slot_tree`, for ranks that share no memory: as many bytes as a ring all-reduce.
+
+A bucket is cut into one shard per rank. Each rank gets all ranks' pieces of its shard, adds them in tree order, and
+sends the sum to all.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from instep.train.reduce.bucket import Bucket, Handle, plain_zeros
+from instep.train.reduce.courier import BucketCourier, choose_courier
+from instep.train.reduce.gather_rows import gather_rows
+from instep.train.reduce.shared_memory import add_in_tree
+
+
+class ExactSum:
+    """group: one in which nothing else is sent while buckets are under way."""
+
+    allocate = staticmethod(plain_zeros)
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group = group
+        self._courier: BucketCourier | None = None
+
+    def start(self, bucket: Bucket) -> Handle:
+        if self._courier is None:
+            self._courier = choose_courier(self._sum, bucket.flat.device)
+        return self._courier.start(bucket)
+
+    def close(self) -> None:
+        if self._courier is not None:
+            self._courier.close()
+            self._courier = None
+
+    @torch.no_grad()
+    def _sum(self, bucket: Bucket) -> None:
+        flat, size = bucket.flat, self.group.size()
+        width = -(-flat.numel() // size)
+        sent = flat if flat.numel() == size * width else torch.cat([flat, flat.new_zeros(size * width - flat.numel())])
+        received = torch.empty_like(sent)
+        dist.all_to_all_single(received, sent, group=self.group)
+        mine = add_in_tree(list(received.view(size, width))).to(flat.dtype)
+        gather_rows(received.view(size, width), mine, self.group)
+        flat.copy_(received[: flat.numel()])
