@@ -16,6 +16,7 @@ from instep.train.checkpoint.state import restore as restore_state
 from instep.train.checkpoint.store import Checkpoints
 from instep.train.exactness import describe_differences, read_facts
 from instep.train.position import Position
+from instep.train.update import count_steps
 
 if TYPE_CHECKING:
     from instep.train.run import Run
@@ -131,7 +132,7 @@ def _restore_schedulers(run: Run, kept: list[list[Any]]) -> None:
     for trained, states in zip(run._trained, kept):
         for scheduler, state in zip(trained.schedulers, states):
             scheduler.scheduler.load_state_dict(state)
-            scheduler.count = scheduler.scheduler.last_epoch
+            scheduler.count = count_steps(scheduler.scheduler)
 
 
 def _compare_arguments(run: Run, saved: Saved) -> None:

@@ -40,7 +40,7 @@ from instep.train.slots import plan_slots
 from instep.train.step import Step
 from instep.train.techniques.sync_batch_norm import convert_sync_batch_norm
 from instep.train.totals import local_terms, mean_of, sum_of
-from instep.train.update import Scheduler, Trained
+from instep.train.update import Scheduler, Trained, count_steps
 from instep.train.world import World, join_world, leave_world
 
 EVERY = ("step", "epoch")
@@ -280,7 +280,7 @@ class Run:
         trained.guard_step()
         if scheduler is not None:
             plateau = isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)
-            trained.schedulers.append(Scheduler(scheduler, "value" if plateau else every, scheduler.last_epoch))
+            trained.schedulers.append(Scheduler(scheduler, "value" if plateau else every, count_steps(scheduler)))
         return trained
 
     def loader(self, source: Any, **options: Any) -> Loader:

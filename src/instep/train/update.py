@@ -20,19 +20,24 @@ class Scheduler:
 
     scheduler: Any
     every: str
-    count: int = 0  # of our calls of scheduler.step, to notice the user's own
+    count: int | None = 0  # of our calls of scheduler.step, to notice the user's own
 
     def advance(self, *args: float) -> None:
         self.check()
         self.scheduler.step(*args)
-        self.count = self.scheduler.last_epoch
+        self.count = count_steps(self.scheduler)
 
     def check(self) -> None:
-        if self.scheduler.last_epoch != self.count:
+        if count_steps(self.scheduler) != self.count:
             raise UsageError(
                 f"{type(self.scheduler).__name__}.step() was called by the script as well: step.update() calls it once per "
                 f"{self.every}. Take the call out of the script, or do not give the scheduler to run.prepare."
             )
+
+
+def count_steps(scheduler: Any) -> int | None:
+    """How often it was stepped; None when it does not say, as torch's ChainedScheduler."""
+    return getattr(scheduler, "last_epoch", None)
 
 
 @dataclass
