@@ -73,6 +73,21 @@ def test_workers_begin_at_any_step(name: str) -> None:
     assert rest == {key: value for key, value in one.items() if key[0] >= 2}
 
 
+@pytest.mark.parametrize("name", ["augmented", "drawing", "split"])
+def test_micro_batches_that_nobody_takes_change_no_others(name: str) -> None:
+    make, options = SOURCES[name]
+    one = steps_of(make, **options)
+    loader = loader_of(make(), num_workers=2, **options)
+    epoch = loader.start_epoch(1)
+    for step in range(3):
+        for position, batch in enumerate(epoch.next_step()):
+            assert one[step, batch.slot] == (batch.num_samples, as_lists(batch.data))
+            if position == step:
+                break
+    epoch.close()
+    loader.close()
+
+
 @pytest.mark.parametrize("splits", [True, False])
 def test_workers_hand_over_the_states_of_their_streams(splits: bool) -> None:
     one = steps_of(lambda: Stateful(splits))

@@ -18,6 +18,7 @@ from torch.utils.data import (
     IterableDataset,
     RandomSampler,
     Sampler,
+    Subset,
     SubsetRandomSampler,
     TensorDataset,
     WeightedRandomSampler,
@@ -220,3 +221,10 @@ def test_an_order_over_something_else_is_kept() -> None:
     dataset = TensorDataset(torch.arange(50))
     steps = steps_of(lambda: DataLoader(dataset, 2, sampler=RandomSampler(range(20))), 2)
     assert sorted(indices_of(steps)) == list(range(20))
+
+
+def test_positions_from_the_end_count_as_in_indexing() -> None:
+    backwards = Subset(tensors(), [-1, 5, -3])
+    assert indices_of(steps_of(lambda: backwards)) == [SIZE - 1, 5, SIZE - 3]
+    assert indices_of(steps_of(lambda: DataLoader(tensors(), 2, sampler=[-1, 0]))) == [SIZE - 1, 0]
+    assert indices_of(steps_of(lambda: DataLoader(backwards, 2, sampler=[-1, 0]))) == [SIZE - 3, SIZE - 1]

@@ -19,7 +19,8 @@ from instep.train.data.stream_reader import StreamPlan
 from instep.train.data.streams import StreamSet
 from instep.train.data.to_device import DeviceCopy
 from instep.train.data.torch_worker import can_show
-from instep.train.data.worker_feed import IndexedReader, IndexedWorkerFeed, Service, StreamsReader, StreamWorkerFeed
+from instep.train.data.worker_feed import IndexedReader, IndexedWorkerFeed, StreamsReader, StreamWorkerFeed
+from instep.train.data.worker_service import Service
 from instep.train.data.workers import MeasuringFeed, choose_without_measuring, spare_cores
 from instep.train.slots import Slots
 
