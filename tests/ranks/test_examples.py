@@ -41,16 +41,9 @@ def numbers(text: str, before: str) -> list[float]:
     return found
 
 
-@pytest.mark.parametrize("run", [run_alone, run_two])
-def test_digits_reach_the_accuracy(tmp_path: Path, run) -> None:
-    assert numbers(run(tmp_path, "01_digits.py", "--epochs", "6"), "test accuracy")[-1] >= 0.97
-
-
 @pytest.mark.parametrize(
     ("name", "words", "before"),
     [
-        ("01_digits.py", ("--epochs", "1"), ("0: loss", "test accuracy")),
-        ("03_finetune.py", ("--steps", "6", "--texts", "150"), ("held-out loss",)),
         ("05_gan.py", ("--epochs", "1", "--every", "1"), ("critic", "generator")),
         ("06_ppo.py", ("--steps", "2"), ("a game lasts",)),
         ("07_contrastive.py", ("--epochs", "2"), ("0: loss", "1: loss", "before: accuracy", "after: accuracy")),
@@ -62,9 +55,18 @@ def test_two_processes_come_to_the_numbers_of_one(tmp_path: Path, name: str, wor
         assert numbers(two, word) == pytest.approx(numbers(alone, word), rel=5e-3), word
 
 
-def test_finetuning_learns_and_counts_every_token_once(tmp_path: Path) -> None:
-    losses = numbers(run_two(tmp_path, "03_finetune.py", "--steps", "20", "--texts", "300"), "held-out loss")
-    assert 0 < losses[-1] < 3.8  # log(258) = 5.55 before the first step
+def test_digits_reach_the_accuracy_on_one_process_and_two(tmp_path: Path) -> None:
+    alone, two = (run(tmp_path, "01_digits.py", "--epochs", "6") for run in (run_alone, run_two))
+    assert numbers(alone, "test accuracy")[-1] >= 0.97
+    assert numbers(two, "test accuracy")[-1] >= 0.97
+    # later epochs amplify the rounding of the first
+    assert numbers(two, "0: loss") == pytest.approx(numbers(alone, "0: loss"), rel=5e-3)
+
+
+def test_finetuning_counts_every_token_once(tmp_path: Path) -> None:
+    alone, two = (run(tmp_path, "03_finetune.py", "--steps", "20", "--texts", "300") for run in (run_alone, run_two))
+    assert 0 < numbers(alone, "held-out loss")[-1] < 3.8  # log(258) = 5.55 before the first step
+    assert numbers(two, "held-out loss") == pytest.approx(numbers(alone, "held-out loss"), rel=1e-3)
 
 
 def test_gpt_is_stopped_on_two_processes_and_goes_on_with_one(tmp_path: Path) -> None:
