@@ -14,7 +14,7 @@ from __future__ import annotations
 import os
 import time
 import weakref
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -45,7 +45,8 @@ class SharedHandle:
     region: Region
     generation: int
     index: int
-    summed: bool = field(default=False)
+    summed: bool = False
+    announced: bool = False  # only once, however often the wait is taken up again: from outside it looks like progress
 
     def is_completed(self) -> bool:
         return self.summed and self.region.all_reached(_DONE, self.generation)
@@ -138,7 +139,7 @@ class SharedSum:
                 return
             if look >= self._spins:
                 os.sched_yield()
-        sleep_seconds, started, announced = 2e-5, time.monotonic(), False
+        sleep_seconds, started = 2e-5, time.monotonic()
         next_check = started + PEER_CHECK_SECONDS
         while read(rank, word) < generation:
             time.sleep(sleep_seconds)
@@ -147,8 +148,8 @@ class SharedSum:
             if now >= next_check:
                 next_check = now + PEER_CHECK_SECONDS
                 self._check_alive(handle, rank, word)
-            if now >= started + ANNOUNCE_AFTER_SECONDS and not announced:
-                announced = True
+            if now >= started + ANNOUNCE_AFTER_SECONDS and not handle.announced:
+                handle.announced = True
                 self._announce(self._num_announced + 1)
             if now >= deadline:
                 raise RuntimeError(f"bucket {handle.index} timed out waiting for rank {rank}")
