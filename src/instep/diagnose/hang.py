@@ -35,6 +35,8 @@ def classify(run: RunView) -> Hang | None:
     waiting = tuple(one for one in run.positions if one.rank in run.stall["waiting"])
     outside = tuple(one for one in run.positions if one.rank in run.stall["outside"])
     base = dict(waiting=waiting, outside=outside, proven=run.stall["proven"])
+    if all(one.operation == "destroy_process_group" for one in waiting + outside):
+        return Hang("backend-does-not-end", **base)
     error = find_swallowed(run)
     if error is not None:
         return Hang("error-swallowed", error=error, **base)

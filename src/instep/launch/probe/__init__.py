@@ -46,6 +46,7 @@ def _wrap_torch(recorder: Any, paths: RankDir) -> None:
     from instep.launch.probe.collectives import watch_collectives
     from instep.launch.probe.data import watch_data
     from instep.launch.probe.exits import watch_exits
+    from instep.launch.probe.fingerprints import Fingerprints
     from instep.launch.probe.mistakes import watch_mistakes
     from instep.launch.probe.optimizing import watch_optimizers
     from instep.launch.probe.recorder import contained
@@ -53,6 +54,8 @@ def _wrap_torch(recorder: Any, paths: RankDir) -> None:
     from instep.launch.probe.wrapping import watch_wrapping
 
     watcher = Watcher(recorder, paths.snapshot)
-    for watch in (watch_exits, watch_wrapping, watch_backward, watch_data, watch_optimizers, watch_mistakes):
+    for watch in (watch_exits, watch_wrapping, watch_backward, watch_data, watch_mistakes):
         contained(watch)(recorder)
-    contained(watch_collectives)(recorder, watcher.start)
+    fingerprints = Fingerprints(recorder)
+    contained(watch_optimizers)(recorder, fingerprints)
+    contained(watch_collectives)(recorder, watcher.start, fingerprints.final)

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from instep.launch.probe.exits import note_raised
+from instep.launch.probe.exits import let_backend_finish, note_raised
 from instep.launch.probe.patching import replace
 from instep.launch.probe.recorder import Recorder, contained
 from instep.launch.probe.wrapping import note_parameter_traffic
@@ -19,8 +19,10 @@ _ENTER, _LEAVE = layout.KIND_NUMBER["enter-collective"], layout.KIND_NUMBER["lea
 _COLLECTIVE = layout.SECONDS_OF.index("collective")
 
 
-def watch_collectives(recorder: Recorder, start_watching: Callable[[], None]) -> None:
-    """start_watching: called once, before the ranks meet."""
+def watch_collectives(
+    recorder: Recorder, start_watching: Callable[[], None], before_leaving: Callable[[], None]
+) -> None:
+    """start_watching: called before the ranks meet; before_leaving: before they part."""
     for name in layout.OPERATIONS[1:]:
         if name in ("init_process_group", "destroy_process_group"):
             continue
@@ -32,6 +34,7 @@ def watch_collectives(recorder: Recorder, start_watching: Callable[[], None]) ->
                 replace(module, name, lambda call, name=name: _wrap(recorder, name, call))
     for module in (distributed_c10d, dist):
         replace(module, "init_process_group", lambda call: _wrap_meeting(recorder, start_watching, call))
+        replace(module, "destroy_process_group", lambda call: _wrap_leaving(recorder, before_leaving, call))
 
 
 def _wrap(recorder: Recorder, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -71,6 +74,21 @@ def _wrap_meeting(recorder: Recorder, start_watching: Callable[[], None], origin
         return result
 
     return init_process_group
+
+
+def _wrap_leaving(recorder: Recorder, before_leaving: Callable[[], None], original: Callable[..., Any]) -> Any:
+    operation = layout.OPERATION_NUMBER["destroy_process_group"]
+
+    def destroy_process_group(*args: Any, **kwargs: Any) -> Any:
+        before_leaving()
+        recorder.mark(_ENTER, operation, layout.OTHER_GROUP, recorder.sites.here(1))
+        let_backend_finish()
+        try:
+            return original(*args, **kwargs)
+        finally:
+            recorder.mark(_LEAVE, operation, layout.OTHER_GROUP)
+
+    return destroy_process_group
 
 
 @contained

@@ -6,6 +6,7 @@ import atexit
 import linecache
 import os
 import sys
+import time
 import traceback
 from types import FrameType
 from typing import Any
@@ -16,6 +17,7 @@ from instep.launch.probe.sites import is_users_file
 from instep.records import recording as layout
 
 _MOST_TEXT = 4000
+_FINISH_SECONDS = 0.02
 
 
 def describe_error(error: BaseException) -> dict[str, Any]:
@@ -75,7 +77,19 @@ def _note_line(recorder: Recorder, frame: FrameType) -> None:
         recorder.log.note("exit-called", file=os.path.abspath(name), line=frame.f_lineno, source=text)
 
 
+def let_backend_finish() -> None:
+    """Gives gloo's threads the interpreter lock once more before the group goes.
+
+    torch 2.13 joins them while it holds that lock; one that is about to give up the work of the last backward wants it
+    (the work keeps a copy of the context that backward stored), and both wait for ever. Seen about once in 20 ends of a
+    busy machine, without instep too.
+    """
+    time.sleep(_FINISH_SECONDS)
+
+
 @contained
 def _at_exit(recorder: Recorder) -> None:
+    if recorder.sequence():
+        let_backend_finish()
     recorder.mark(layout.KIND_NUMBER["ended"])
     recorder.log.note("ended", lost=recorder.log.lost, step=recorder.num_steps)

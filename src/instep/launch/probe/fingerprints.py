@@ -8,7 +8,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from instep.launch.probe.patching import replace
 from instep.launch.probe.recorder import Recorder, contained
@@ -29,8 +28,6 @@ class Fingerprints:
         self._evals = 0
         self._last = time.monotonic()
         replace(torch.nn.Module, "eval", self._wrap_eval)
-        for module in (dist, dist.distributed_c10d):
-            replace(module, "destroy_process_group", self._wrap_destroy)
 
     def look(self, step: int) -> None:
         if step < _FIRST or not (is_early(step) if step <= _DENSE_UNTIL else step % self._interval == 0):
@@ -51,13 +48,6 @@ class Fingerprints:
     def final(self) -> None:
         self._note("fingerprint")
         self._note_buffers()
-
-    def _wrap_destroy(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def destroy_process_group(*args: Any, **kwargs: Any) -> Any:
-            self.final()
-            return original(*args, **kwargs)
-
-        return destroy_process_group
 
     def _wrap_eval(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def eval(self_: Any) -> Any:

@@ -61,8 +61,8 @@ class Optimizers:
         self.last_end, self.waited = now, waited
 
 
-def watch_optimizers(recorder: Recorder) -> None:
-    optimizers, fingerprints = Optimizers(), Fingerprints(recorder)
+def watch_optimizers(recorder: Recorder, fingerprints: Fingerprints) -> None:
+    optimizers = Optimizers()
 
     def before(optimizer: Any, args: Any, kwargs: Any) -> None:
         _before(recorder, optimizers, optimizer)
