@@ -78,6 +78,7 @@ def save(run: Run, metric: float | None, best: str | None) -> None:
         best=best,  # type: ignore[arg-type]  # checked above
         own_values={"streams": streams},
     )
+    run._saved_index = run._position.next_index
 
 
 def _stream_states(run: Run) -> dict[str, Any]:

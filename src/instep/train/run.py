@@ -136,6 +136,7 @@ class Run:
         self._reference: float | None = None  # the weight that has factor 1, from the step before
         self._next_reference: float | None = None
         self._stop_agreed = False
+        self._saved_index: int | None = None  # of the step after the last checkpoint
         self._choose_threads(arguments, world)
         seeds.set_generators(seeds.OUTSIDE, self._seed)
         for choice in arguments.chosen:
@@ -430,7 +431,7 @@ class Run:
             self._finish_step(step)
 
     def _finish_step(self, step: Step) -> None:
-        """Schedules, logs, saves, stops: once per step."""
+        """Schedules and logs: once per step."""
         if step.finished:
             return
         step.finished = True
@@ -447,19 +448,22 @@ class Run:
             self._arguments.global_batch if step.num_samples is None else step.num_samples,
             step.skipped,
         )
-        every = self._arguments.checkpoint_every
-        saved = every is not None and self._position.next_index % every == 0
-        if saved:
+
+    def _keep_step(self) -> None:
+        """Saves when it is time, stops when asked. When the loop goes on, so that the checkpoint has what the script
+        noted after its update."""
+        every, index = self._arguments.checkpoint_every, self._position.next_index
+        if every is not None and index % every == 0 and self._saved_index != index:
             keeping.save(self, None, None)
         elif self._checkpoints is not None:
             keeping.between_saves(self)
         if self._stop_agreed:
-            self._stop(saved)
+            self._stop()
 
-    def _stop(self, saved: bool) -> None:
+    def _stop(self) -> None:
         index = self._position.next_index
         if self._checkpoints is not None:
-            if not saved:
+            if self._saved_index != index:
                 keeping.save(self, None, None)
             self._checkpoints.wait()  # now, while all ranks are here: leaving by an exception waits for no one
         kept = "saved" if self._checkpoints is not None else "nothing saved, since Run has no dir"

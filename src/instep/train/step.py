@@ -248,6 +248,7 @@ class Step:
         run._usual_updates = self.update_calls
         if run._next_reference is not None:
             run._reference, run._next_reference = run._next_reference, None
+        run._keep_step()
 
 
 def check_loss(loss: object) -> None:
