@@ -90,6 +90,8 @@ ROWS = (
         "arguments of instep.Run that beat the script's, as a JSON object of texts"),
     Row("trackers", "INSTEP_TRACKERS", "trackers", [], read_names, None,
         "where metrics go beside metrics.jsonl: tensorboard, wandb, mlflow, or several with commas"),
+    Row("shared_memory", "INSTEP_SHARED_MEMORY", "shared-memory", True, read_switch, None,
+        "whether ranks that train on the CPUs of one host add up gradients in shared memory"),
 )  # fmt: skip
 _BY_NAME = {row.name: row for row in ROWS}
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from torch import nn
 
 from instep.records.choice import Choice
+from instep.settings import read_setting
 from instep.train.reduce.bucket import Transport
 from instep.train.reduce.compress import DTYPES, CompressedSum
 from instep.train.reduce.exact_reducer import ExactReducer
@@ -32,13 +33,17 @@ def choose_transport(compress: str | None, exact: bool, world: World, say: Calla
         return CompressedSum(group, compress)
     if compress == "powersgd":
         return PowerSGD(group)
-    if can_share_memory(world):
+    if can_share_memory(world) and _all_want_shared_memory(world):
         shared = SharedSum(group, world)
         if shared.is_shared:
             reason = "all ranks are on this host and on the CPU, so nothing has to be sent"
-            say(str(Choice("gradients", "summed in shared memory", reason, 'compress="bf16" or another')))
+            say(str(Choice("shared_memory", True, reason, "INSTEP_SHARED_MEMORY=off")))
             return shared
     return ExactSum(group) if exact else GroupSum(group)
+
+
+def _all_want_shared_memory(world: World) -> bool:
+    return all(world.gather_objects(read_setting("shared_memory").value, "run.prepare"))
 
 
 def choose_reducer(
