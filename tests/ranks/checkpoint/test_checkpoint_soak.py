@@ -66,7 +66,7 @@ def strike(
     folder: Path, launcher: subprocess.Popen[bytes], num_ranks: int, dice: random.Random, tally: Tally
 ) -> list[int]:
     """One SIGKILL at a random moment, of one rank, of all of them, or of the launcher. Returns all ranks' processes."""
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 180
     while not (pids := living(folder, num_ranks)):
         if launcher.poll() is not None or time.monotonic() > deadline:
             return []
@@ -85,8 +85,8 @@ def strike(
 
 
 def await_end(launcher: subprocess.Popen[bytes], pids: list[int]) -> None:
-    launcher.wait(120)
-    deadline = time.monotonic() + 30
+    launcher.wait(300)
+    deadline = time.monotonic() + 180
     while any(psutil.pid_exists(pid) for pid in pids):
         assert time.monotonic() < deadline, f"ranks {pids} outlive their launcher"
         time.sleep(0.05)
@@ -156,12 +156,12 @@ def test_kills_leave_no_trace_in_the_weights(tmp_path: Path) -> None:
 @pytest.mark.timeout(6000)
 def test_two_hundred_kills_leave_no_trace_in_the_weights(tmp_path: Path) -> None:
     wanted, dice, total = 200, random.Random(7), Tally()
-    expected = undisturbed(tmp_path / "calm", 500, 2, 256)
+    expected = undisturbed(tmp_path / "calm", 300, 2, 128)
     episode = 0
     while sum(total.kills.values()) < wanted:
         episode += 1
         folder = tmp_path / f"rough{episode}"
-        tally = suffer(folder, wanted - sum(total.kills.values()), dice, 500, 2, 256)
+        tally = suffer(folder, wanted - sum(total.kills.values()), dice, 300, 2, 128)
         total.kills += tally.kills
         total.ranks += tally.ranks
         total.launches += tally.launches
