@@ -144,23 +144,36 @@ def join_world(environ: Mapping[str, str] | None = None) -> World:
             )
         torch.cuda.set_device(place.local_rank)
     device = torch.device("cuda", place.local_rank) if cuda else torch.device("cpu")
-    owns_group = False
-    if place.size > 1 and not dist.is_initialized():
+    owns_group = place.size > 1 and not dist.is_initialized()
+    if owns_group:
         for name, value in place.variables:
             os.environ.setdefault(name, value)
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if cuda else "gloo",
+            store=_next_store(place),
             rank=place.rank,
             world_size=place.size,
             device_id=device if cuda else None,
         )
-        owns_group = True
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return World(0, 1, place.local_rank, 1, device, owns_group=owns_group)
     host_group = dist.new_group(backend="gloo")
     rank, size = dist.get_rank(), dist.get_world_size()
     meeting = Meeting(rank, size, host_group)
     return World(rank, size, place.local_rank, place.local_size, device, host_group, meeting, owns_group)
+
+
+_stores: list[dist.Store] = []  # what the ranks met through; kept, since its port cannot be opened a second time
+
+
+def _next_store(place: Place) -> dist.Store:
+    """A fresh corner of the store: a second run in one process must not find the addresses of the first."""
+    if not _stores:
+        store, _, _ = next(iter(dist.rendezvous("env://", place.rank, place.size)))
+        store.set_timeout(dist.constants.default_pg_timeout)
+        _stores.append(store)
+    _stores.append(dist.PrefixStore(f"instep/{len(_stores)}", _stores[0]))
+    return _stores[-1]
 
 
 def leave_world(world: World) -> None:

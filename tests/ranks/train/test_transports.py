@@ -49,6 +49,32 @@ def test_compressed_gradients_train_and_ranks_stay_equal(compress: str, kind: st
         assert all(torch.equal(one, other) for one, other in zip(rank["weights"], ranks[0]["weights"]))
 
 
+def stop_and_go_on(rank: int, size: int, folder: str, stop_after: int | None) -> list[torch.Tensor]:
+    """Fifteen steps with PowerSGD, in one go or continued from a checkpoint."""
+    torch.manual_seed(0)
+    data = TensorDataset(torch.randn(64, 64), torch.randn(64, 64))
+    model = nn.Linear(64, 64)
+    with instep.Run(global_batch=16, compress="powersgd", threads=1, dir=folder) as run:
+        model, _ = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        run.restore()
+        for step in run.steps(run.loader(data, shuffle=True, num_workers=0), steps=15):
+            for inputs, targets in step:
+                step.backward(nn.functional.mse_loss(model(inputs), targets))
+            step.update()
+            if step.index == stop_after:
+                run.save()
+                break
+    return list(model.state_dict().values())
+
+
+def test_what_powersgd_remembers_is_in_the_checkpoint(tmp_path: Any) -> None:
+    whole = run_ranks(stop_and_go_on, 2, str(tmp_path / "whole"), None)
+    run_ranks(stop_and_go_on, 2, str(tmp_path / "parts"), 12)
+    continued = run_ranks(stop_and_go_on, 2, str(tmp_path / "parts"), None)
+    for one, other in zip(whole, continued):
+        assert all(torch.equal(*pair) for pair in zip(one, other))
+
+
 @pytest.mark.skipif(
     not can_share_memory(World(0, 2, 0, 2, torch.device("cpu"))), reason="this machine shares no memory this way"
 )
