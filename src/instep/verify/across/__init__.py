@@ -1,0 +1,1 @@
+"""Two runs of different size against each other."""

@@ -1,0 +1,164 @@
+"""One run against the one with the fewest processes: in step, or where it parts and why, or why it cannot be told."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from instep.verify.across.causes import Pair, why_initial_weights, why_numbers, why_rates, why_samples
+from instep.verify.across.metrics import judge_metrics
+from instep.verify.across.quantities import Noise, StepRow, choose_tolerance, compare_step
+from instep.verify.parting import Cause, Parting
+from instep.verify.records import Record
+from instep.verify.tolerance import Tolerance
+from instep.verify.within.weights import order_cause
+
+JUDGED = ("loss", "gradients", "gradient norm", "parameters", "buffers")
+
+
+@dataclass
+class Comparison:
+    """rows: the table; by_rights: what batch norm makes, said and not counted; open_questions: what could not be
+    compared, and why."""
+
+    world_size: int
+    tolerance: Tolerance
+    rows: list[StepRow] = field(default_factory=list[StepRow])
+    partings: list[Parting] = field(default_factory=list[Parting])
+    by_rights: list[str] = field(default_factory=list[str])
+    open_questions: list[str] = field(default_factory=list[str])
+
+
+def compare_runs(reference: Record, other: Record, exact: bool) -> Comparison:
+    result = Comparison(other.world_size, choose_tolerance(reference))
+    noise = Noise()
+    for number in range(1, min(reference.num_steps, other.num_steps) + 1):
+        row = compare_step(reference, other, number, result.tolerance, noise)
+        result.rows.append(row)
+        if not result.partings and not result.open_questions:
+            _judge_step(result, Pair(reference, other, number), row, exact)
+    if not result.open_questions:
+        until = min((parting.step for parting in result.partings), default=len(result.rows) + 1) - 1
+        metric = judge_metrics(reference, other, min(until, len(result.rows)))
+        result.partings += [metric] if metric is not None else []
+    if result.by_rights:
+        result.by_rights = [_describe_rights(result)]
+    return result
+
+
+def _judge_step(result: Comparison, pair: Pair, row: StepRow, exact: bool) -> None:
+    """Adds the first quantity of the step that is beyond its tolerance, in the order of cause and effect."""
+    if (order := _other_order(pair)) is not None:
+        result.partings.append(Parting(row.step, "parameter order", "runs", pair.other.world_size, order))
+        return
+    start = row.differences.get("initial weights")
+    if start is not None and start.is_beyond and row.step == 1:
+        _add(result, row, "initial weights", why_initial_weights(pair))
+        return
+    if not row.same_samples and not _judge_samples(result, pair, row):
+        return
+    if not _same_rates(row):
+        cause = why_rates(pair, row)
+        result.partings.append(Parting(row.step, "learning rate", "runs", pair.other.world_size, cause))
+        return
+    if _has_local_batch_norm(pair):
+        result.by_rights.append("batch norm")
+        return
+    for quantity in JUDGED:
+        if quantity in row.differences and row.differences[quantity].is_beyond:
+            cause = _why_after(pair) if quantity in ("parameters", "buffers") else why_numbers(pair, row)
+            if cause.id == "random-forward":
+                result.open_questions.append(cause.text)
+            else:
+                _add(result, row, quantity, cause)
+            return
+    if exact:
+        _judge_bits(result, pair, row)
+
+
+def _add(result: Comparison, row: StepRow, quantity: str, cause: Cause) -> None:
+    found = row.differences[quantity]
+    result.partings.append(
+        Parting(row.step, quantity, "runs", result.world_size, cause, found.name, found.relative, found.tolerance)
+    )
+
+
+def _other_order(pair: Pair) -> Cause | None:
+    names = [record.step(pair.number)[0].facts["model_names"] for record in (pair.reference, pair.other)]
+    if names[0] == names[1] or sorted(names[0]) != sorted(names[1]):
+        return None
+    place = next(i for i, (one, two) in enumerate(zip(*names)) if one != two)
+    sizes = pair.reference.world_size, pair.other.world_size
+    return order_cause(
+        names[0][place], names[1][place], *(f"with {size} process{'es' if size > 1 else ''}" for size in sizes)
+    )
+
+
+def _judge_samples(result: Comparison, pair: Pair, row: StepRow) -> bool:
+    """Whether the step can be compared although its samples differ (no, so far); says why not, or who is to blame."""
+    one, two, both = row.samples
+    sources = {update.facts["sample_source"] for record in (pair.reference, pair.other) for update in
+               record.step(pair.number)}  # fmt: skip
+    if sources == {"inputs"} and both == 0:
+        result.open_questions.append(
+            "The samples come from no DataLoader but from random generators or from the model itself, and each number of "
+            "processes draws others; only the ranks of a run can be compared with each other."
+        )
+    elif pair.number == 1 and one and two != one and two % one == 0 and two // one == pair.times:
+        result.open_questions.append(
+            f"A step has {one} samples on {pair.reference.world_size} processes and {two} on {pair.other.world_size}: "
+            "the script states a batch per process, so the runs train with different global batches. Give --divide NAME "
+            "for the script's argument that sets the batch, or --single with a command line for one process."
+        )
+    else:
+        result.partings.append(Parting(row.step, "samples", "runs", pair.other.world_size, why_samples(pair)))
+    return False
+
+
+def _same_rates(row: StepRow) -> bool:
+    one, two = row.rates
+    return len(one) == len(two) and all(abs(a - b) <= 1e-9 * max(abs(a), abs(b)) for a, b in zip(one, two))
+
+
+def _has_local_batch_norm(pair: Pair) -> bool:
+    return not pair.other.uses_run and any(u.facts["batch_norm"] for u in pair.other.step(pair.number))
+
+
+def _why_after(pair: Pair) -> Cause:
+    kind = pair.other.step(pair.number)[0].facts["optimizer_kind"]
+    return Cause(
+        "update",
+        f"Loss, gradients and learning rate agree, but what {kind} makes of them does not: clipping, weight decay, "
+        "momentum or a change of weights outside the optimizer depends on the number of processes.",
+        "Look at what happens between backward and the end of the step, and at the optimizer's arguments.",
+        pair.other.step(pair.number)[0].facts["line"],
+    )
+
+
+def _judge_bits(result: Comparison, pair: Pair, row: StepRow) -> None:
+    one, two = pair.reference.step(pair.number)[0].facts, pair.other.step(pair.number)[0].facts
+    for quantity, key in (("gradients", "gradient_bits"), ("parameters", "parameter_bits")):
+        name = next((n for n, bits in one[key].items() if two[key].get(n, bits) != bits), None)
+        if name is not None:
+            found = row.differences[quantity]
+            cause = Cause(
+                "not-exact",
+                "The numbers agree within their tolerance but not in every bit, which --exact asks for: they were added "
+                "in another order.",
+                "Train through instep.Run(exact=True); every other way to add over ranks has an order of its own.",
+            )
+            result.partings.append(
+                Parting(row.step, quantity, "runs", result.world_size, cause, name, found.relative, 0.0)
+            )
+            return
+
+
+def _describe_rights(result: Comparison) -> str:
+    largest = {key: max((row.differences[key].relative for row in result.rows if key in row.differences), default=0.0)
+               for key in ("loss", "gradients", "parameters", "buffers")}  # fmt: skip
+    listed = ", ".join(f"{key} {value:.1e}" for key, value in largest.items())
+    return (
+        "batch norm takes its statistics over the samples of one rank, which are fewer on more processes, so these "
+        f"numbers rightly differ and are not judged ({listed}); ranks are compared with each other, samples, initial "
+        "weights and learning rates with the reference. Synchronised batch norm, or instep.Run, which takes them over "
+        "micro-batches, would make them equal."
+    )

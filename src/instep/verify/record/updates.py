@@ -1,0 +1,161 @@
+"""Optimizer steps: gradients as they are used, parameters before and after, learning rates, buffers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.optim import lr_scheduler
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from instep.verify.record.forwards import WRAPPED
+from instep.verify.record.gradients import Scaling, capture_reduced, wrapper_of
+from instep.verify.record.patch import replace
+from instep.verify.record.prints import print_tensor
+from instep.verify.record.state import Recording, digests_of, named, prints_of, unwrap, users_line
+
+
+class Steps:
+    """The optimizer step that is open, and what is known of each optimizer."""
+
+    def __init__(self) -> None:
+        self.open: int | None = None
+        self.facts: dict[str, Any] = {}
+        self.arrays: dict[str, Any] = {}
+        self.versions: dict[int, int] = {}  # of parameters after their last step, to notice a change by others
+        self.in_scheduler = False
+
+
+def record_updates(recording: Recording, scaling: Scaling) -> None:
+    steps = Steps()
+
+    def before(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        if steps.open is None and not recording.closed and not recording.is_done:
+            steps.open = id(
+                optimizer
+            )  # a step inside another one, as in ZeroRedundancyOptimizer, is no step of its own
+            _before(recording, steps, scaling, optimizer)
+
+    def after(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        if steps.open == id(optimizer):
+            steps.open = None
+            _after(recording, steps, optimizer)
+
+    register_optimizer_step_pre_hook(before)
+    register_optimizer_step_post_hook(after)
+    for kind in (lr_scheduler.LRScheduler, *_own_steps(lr_scheduler.LRScheduler)):
+        replace((kind,), "step", lambda original: _wrap_schedule(recording, steps, original))
+
+
+def _own_steps(kind: type) -> list[type]:
+    """Scheduler classes that have a `step` of their own."""
+    found = []
+    for child in kind.__subclasses__():
+        found += [child] if "step" in vars(child) else []
+        found += _own_steps(child)
+    return found
+
+
+def _wrap_schedule(recording: Recording, steps: Steps, original: Callable[..., Any]) -> Callable[..., Any]:
+    def step(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if steps.in_scheduler:
+            return original(self, *args, **kwargs)
+        steps.in_scheduler = True
+        recording.step["scheduled"] += 1
+        recording.step["scheduler_line"] = users_line()
+        try:
+            return original(self, *args, **kwargs)
+        finally:
+            steps.in_scheduler = False
+
+    return step
+
+
+def _before(recording: Recording, steps: Steps, scaling: Scaling, optimizer: torch.optim.Optimizer) -> None:
+    parameters = named(recording, optimizer)
+    is_first = id(optimizer) not in recording.optimizers
+    if is_first:
+        recording.optimizers.append(id(optimizer))
+    capture_reduced(recording, parameters.values())
+    gradients = {name: p.grad for name, p in parameters.items() if p.grad is not None}
+    factor = 1.0 / float(getattr(optimizer, "grad_scale", None) or 1.0)  # a fused optimizer unscales while it reads
+    changed = [n for n, p in parameters.items() if steps.versions.get(id(p), p._version) != p._version]
+    arrays = {f"applied/{name}": print_tensor(gradient) * factor for name, gradient in gradients.items()}
+    # What instep.Run multiplies into a fused step is part of its gradient; a loss scale is not.
+    scale = scaling.factor if any(one["scale"] != 1.0 for one in recording.step["backwards"]) else 1.0
+    if recording.uses_run:
+        arrays |= {f"reduced/{name}": arrays[f"applied/{name}"] for name in gradients}
+        scale = 1.0
+    else:
+        arrays |= {
+            f"reduced/{n}": recording.reduced[id(p)] for n, p in parameters.items() if id(p) in recording.reduced
+        }
+        arrays |= {f"local/{n}": recording.local[id(p)] for n, p in parameters.items() if id(p) in recording.local}
+    if is_first or (changed and not any(hasattr(p, "full_tensor") for p in parameters.values())):
+        arrays |= prints_of("start", dict(parameters))
+    steps.arrays = arrays
+    steps.facts = {
+        "optimizer": recording.optimizers.index(id(optimizer)),
+        "optimizer_kind": type(optimizer).__name__,
+        "uses_run": recording.uses_run,
+        "line": users_line(2),
+        "names": list(parameters),
+        "model_names": [name for model in recording.models for name, _ in unwrap(model).named_parameters()],
+        "shapes": [list(p.shape) for p in parameters.values()],
+        "dtypes": sorted({str(p.dtype).removeprefix("torch.") for p in parameters.values()}),
+        "rates": [float(group["lr"]) for group in optimizer.param_groups if "lr" in group],
+        "scale": scale,
+        "changed": changed,
+        "gradient_bits": digests_of({n: g for n, g in gradients.items() if factor == 1.0}),
+        **_describe_wrapping(parameters),
+    }
+
+
+def _describe_wrapping(parameters: dict[str, torch.nn.Parameter]) -> dict[str, Any]:
+    """How gradients of these parameters come to be averaged, as far as it shows."""
+    ids = {id(p) for p in parameters.values()}
+    found = wrapper_of(ids, WRAPPED)
+    sharded = [p for p in parameters.values() if hasattr(p, "device_mesh")]
+    meshes = {tuple(p.device_mesh.shape) for p in sharded}  # type: ignore[union-attr]
+    facts: dict[str, Any] = {
+        "joined": dist.is_available() and dist.is_initialized(),
+        "sharded": len(sharded),
+        "mesh_axes": max((len(shape) for shape in meshes), default=0),
+        "wrapped": found is not None,
+    }
+    if found is not None:
+        model, then, line = found
+        facts |= {
+            "wrap_line": line,
+            "broadcast_buffers": bool(model.will_sync_module_buffers()),
+            "replaced": len({id(p) for p in model.module.parameters() if p.requires_grad} - then),
+            "hook": next(iter(model._comm_hooks), (None,))[0].__name__ if getattr(model, "_comm_hooks", None) else None,
+        }
+    return facts
+
+
+def _after(recording: Recording, steps: Steps, optimizer: torch.optim.Optimizer) -> None:
+    parameters = named(recording, optimizer)
+    steps.versions |= {id(p): p._version for p in parameters.values()}
+    buffers = {}
+    for number, model in enumerate(recording.models):
+        prefix = f"model{number}." if len(recording.models) > 1 else ""
+        buffers |= {prefix + name: buffer for name, buffer in unwrap(model).named_buffers()}
+    arrays = steps.arrays | prints_of("param", dict(parameters)) | prints_of("buffer", buffers)
+    facts = {"parameter_bits": digests_of(dict(parameters)), "statistics": _statistics_of(recording)}
+    recording.finish_update(steps.facts | facts, arrays)
+    for parameter in parameters.values():
+        recording.local.pop(id(parameter), None)
+
+
+def _statistics_of(recording: Recording) -> list[str]:
+    """Names of the buffers that batch norms keep."""
+    found = []
+    for number, model in enumerate(recording.models):
+        prefix = f"model{number}." if len(recording.models) > 1 else ""
+        for name, part in unwrap(model).named_modules():
+            if isinstance(part, torch.nn.modules.batchnorm._BatchNorm):
+                found += [f"{prefix}{name}.{key}".replace("..", ".") for key, _ in part.named_buffers(recurse=False)]
+    return found
