@@ -163,6 +163,7 @@ COMPLETE_DAMAGES = {
         "step-2/complete.json is damaged: its checksum does not match",
     ),
     "foreign": (lambda p: p.write_text('{"done": true}'), "step-2/complete.json was not written by instep"),
+    "swapped": (swap, "step-2/complete.json belongs to the checkpoint of step 1"),
 }
 
 

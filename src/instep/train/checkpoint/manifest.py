@@ -75,6 +75,8 @@ def _parse(data: Any, path: Path) -> Manifest:
     if body.pop("version") != VERSION:
         raise Damage(f"{_short(path)} has format version {data['version']}; this instep reads version {VERSION}")
     body.pop("format")
+    if CheckpointDir(path.parent).step not in (None, body["step"]):  # None: it was moved to a name of the user's
+        raise Damage(f"{_short(path)} belongs to the checkpoint of step {body['step']}")
     files = {name: FileEntry(**entry) for name, entry in body.pop("files").items()}
     return Manifest(files=files, **body)
 
