@@ -16,6 +16,7 @@ from instep.train.checkpoint.state import restore as restore_state
 from instep.train.checkpoint.store import Checkpoints
 from instep.train.exactness import describe_differences, read_facts
 from instep.train.position import Position
+from instep.train.reduce.power_sgd import PowerSGD
 from instep.train.update import count_steps
 
 if TYPE_CHECKING:
@@ -70,13 +71,14 @@ def save(run: Run, metric: float | None, best: str | None) -> None:
         "run",
     )
     own_tensors, streams = encode_state(_stream_states(run), "streams")
+    remembered, memories = encode_state(_transport_states(run), "transports")
     checkpoints.save(
-        {**tensors, **more, **own_tensors},
+        {**tensors, **more, **own_tensors, **remembered},
         {"training": training, "run": values},
         step=run._position.next_index,
         metric=metric,
         best=best,  # type: ignore[arg-type]  # checked above
-        own_values={"streams": streams},
+        own_values={"streams": streams, "transports": memories},
     )
     run._saved_index = run._position.next_index
 
@@ -84,6 +86,23 @@ def save(run: Run, metric: float | None, best: str | None) -> None:
 def _stream_states(run: Run) -> dict[str, Any]:
     states = run._epoch.stream_states() if run._epoch is not None else None
     return {str(slot): state for slot, state in (states or {}).items()}
+
+
+def _transport_states(run: Run) -> dict[str, Any]:
+    """What PowerSGD remembers on this rank, by optimizer."""
+    transports = {str(number): trained.reducer.transport for number, trained in enumerate(run._trained)}
+    states = {number: t.state() for number, t in transports.items() if isinstance(t, PowerSGD)}
+    return {str(run._entered().rank): states} if states else {}
+
+
+def _restore_transports(run: Run, saved: Saved) -> None:
+    world, kept = run._entered(), saved.values.get("transports", {})
+    for number, trained in enumerate(run._trained):
+        transport = trained.reducer.transport
+        if isinstance(transport, PowerSGD) and str(number) in kept.get("0", {}):
+            own = [str(rank) for rank in range(world.rank, len(kept), world.size)]
+            mine = [_decode(saved, kept[rank][str(number)]) for rank in own]
+            transport.load_state(_decode(saved, kept["0"][str(number)]), mine)
 
 
 def between_saves(run: Run) -> None:
@@ -114,6 +133,7 @@ def restore(run: Run, path: str | os.PathLike[str]) -> bool:
     if streams:
         last = next(loop for loop in reversed(run._position.loops) if not loop.done)
         last.streams = {int(slot): state for slot, state in streams.items()}
+    _restore_transports(run, saved)
     run._observer.rewind(run._position.next_index)
     run._observer.say(f"continues after step {run._position.next_index - 1}, from {saved.path}")
     return True

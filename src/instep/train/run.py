@@ -409,6 +409,9 @@ class Run:
     def _note_finite(self, step: Step, finite: bool) -> None:
         scale = self._loss_scale.value
         self._loss_scale.update(finite)
+        if self._loss_scale.value != scale:
+            for trained in self._trained:
+                trained.reducer.transport.rescale(self._loss_scale.value / scale)
         if finite:
             return
         if self._loss_scale.enabled:

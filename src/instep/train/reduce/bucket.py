@@ -35,6 +35,10 @@ def plain_zeros(numel: int, dtype: torch.dtype, device: torch.device) -> torch.T
     return torch.zeros(numel, dtype=dtype, device=device)
 
 
+def forget_nothing(factor: float) -> None:
+    """`rescale` of transports that keep nothing from step to step."""
+
+
 class Handle(Protocol):
     def wait(self) -> object: ...
 
@@ -48,6 +52,10 @@ class Transport(Protocol):
 
     def start(self, bucket: Bucket) -> Handle:
         """Begins to replace `bucket.flat` by its sum over ranks; the same bits on every rank. Returns at once."""
+        ...
+
+    def rescale(self, factor: float) -> None:
+        """Told when gradients come in another unit from now on, as when the loss scale of fp16 changes."""
         ...
 
     def close(self) -> None:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from instep.errors import UsageError
-from instep.train.reduce.bucket import Bucket, Handle, plain_zeros
+from instep.train.reduce.bucket import Bucket, Handle, forget_nothing, plain_zeros
 from instep.train.reduce.courier import BucketCourier, choose_courier
 from instep.train.reduce.gather_rows import gather_rows
 
@@ -28,6 +28,7 @@ class CompressedSum:
     """group: one in which nothing else is sent while buckets are under way."""
 
     allocate = staticmethod(plain_zeros)
+    rescale = staticmethod(forget_nothing)
 
     def __init__(self, group: dist.ProcessGroup, dtype: torch.dtype | str) -> None:
         chosen = DTYPES.get(dtype) if isinstance(dtype, str) else dtype

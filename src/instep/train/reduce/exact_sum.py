@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from instep.train.reduce.bucket import Bucket, Handle, plain_zeros
+from instep.train.reduce.bucket import Bucket, Handle, forget_nothing, plain_zeros
 from instep.train.reduce.courier import BucketCourier, choose_courier
 from instep.train.reduce.gather_rows import gather_rows
 from instep.train.reduce.shared_memory import add_in_tree
@@ -19,6 +19,7 @@ class ExactSum:
     """group: one in which nothing else is sent while buckets are under way."""
 
     allocate = staticmethod(plain_zeros)
+    rescale = staticmethod(forget_nothing)
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group

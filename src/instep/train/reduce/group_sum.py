@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import torch.distributed as dist
 
-from instep.train.reduce.bucket import Bucket, Handle, plain_zeros
+from instep.train.reduce.bucket import Bucket, Handle, forget_nothing, plain_zeros
 
 
 class GroupSum:
     allocate = staticmethod(plain_zeros)
+    rescale = staticmethod(forget_nothing)
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         self.group = group

@@ -75,14 +75,14 @@ class PowerSGD:
         memories = {**self._loaded, **self._memories}
         return {"buckets": {index: memory.snapshot() for index, memory in memories.items()}}
 
-    def load_state(self, states: Sequence[dict[str, Any]]) -> None:
-        """states: `state()` of every rank that was saved, in rank order; their number may differ from ours.
+    def load_state(self, first: dict[str, Any], mine: Sequence[dict[str, Any]]) -> None:
+        """first: `state()` of rank 0; mine: those of the ranks r that were saved with r % ranks = this rank.
 
-        The memory of a bucket that has other matrices now begins anew.
+        So their number may differ from ours and nothing that was left out is lost. The memory of a bucket that has
+        other matrices now begins anew.
         """
-        mine = states[self.group.rank() :: self.group.size()]
         self._memories.clear()
-        self._loaded = {index: Memory(**saved) for index, saved in states[0]["buckets"].items()}
+        self._loaded = {index: Memory(**saved) for index, saved in first["buckets"].items()}
         for index, memory in self._loaded.items():
             saved = [state["buckets"][index]["errors"] for state in mine]
             memory.errors = [
@@ -90,7 +90,6 @@ class PowerSGD:
             ]
 
     def rescale(self, factor: float) -> None:
-        """Told when gradients come in another unit from now on, as when the loss scale of fp16 changes."""
         for memory in (*self._memories.values(), *self._loaded.values()):
             memory.errors = [error * factor for error in memory.errors]
 

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from instep.train.reduce.bucket import Bucket, Handle
+from instep.train.reduce.bucket import Bucket, Handle, forget_nothing
 from instep.train.reduce.group_sum import GroupSum
 from instep.train.reduce.shared_region import Region, can_share_memory, find_peers, map_region
 from instep.train.world import World
@@ -64,6 +64,8 @@ class SharedSum:
 
     A rank does its part of the work in `wait`: where ranks share the cores of one host, a thread would gain nothing.
     """
+
+    rescale = staticmethod(forget_nothing)
 
     def __init__(self, group: dist.ProcessGroup, world: World) -> None:
         self.group, self.rank, self.size = group, world.rank, world.size
