@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -18,8 +18,8 @@ class Times:
 
 
 @dataclass(frozen=True)
-class Ratio:
-    """Time over the baseline's, round by round: the median over rounds and the 95 % interval of that median."""
+class Interval:
+    """The median over rounds, and the 95 % interval of that median."""
 
     median: float
     low: float
@@ -36,23 +36,17 @@ def summarise(seconds: list[list[float]]) -> Times:
     return Times(float(p10), float(p50), float(flat.mean()), float(p75 - p25))
 
 
-def paired_ratio(ours: list[list[float]], theirs: list[list[float]], draws: int = 4000) -> Ratio:
-    """Of whole blocks, which follow one another in time, so that a busy machine hits both alike."""
-    ratios = np.array([sum(a) / sum(b) for a, b in zip(ours, theirs)])
-    generator = np.random.default_rng(0)
-    medians = np.median(generator.choice(ratios, (draws, len(ratios))), axis=1)
-    low, high = np.percentile(medians, [2.5, 97.5])
-    return Ratio(float(np.median(ratios)), float(low), float(high))
+def paired_ratio(ours: list[list[float]], theirs: list[list[float]], draws: int = 4000) -> Interval:
+    """Time of our blocks over that of theirs just before or after, so that a busy machine hits both alike."""
+    return median_of(np.array([sum(a) / sum(b) for a, b in zip(ours, theirs)]), draws)
 
 
-def paired_difference(ours: list[list[float]], theirs: list[list[float]], draws: int = 4000) -> Ratio:
+def paired_difference(ours: list[list[float]], theirs: list[list[float]], draws: int = 4000) -> Interval:
     """Median step of ours minus that of theirs, round by round, in microseconds."""
-    differences = np.array([np.median(a) - np.median(b) for a, b in zip(ours, theirs)]) * 1e6
-    generator = np.random.default_rng(0)
-    medians = np.median(generator.choice(differences, (draws, len(differences))), axis=1)
+    return median_of(np.array([np.median(a) - np.median(b) for a, b in zip(ours, theirs)]) * 1e6, draws)
+
+
+def median_of(values: np.ndarray, draws: int) -> Interval:
+    medians = np.median(np.random.default_rng(0).choice(values, (draws, len(values))), axis=1)
     low, high = np.percentile(medians, [2.5, 97.5])
-    return Ratio(float(np.median(differences)), float(low), float(high))
-
-
-def as_row(value: Times | Ratio) -> dict[str, float]:
-    return asdict(value)
+    return Interval(float(np.median(values)), float(low), float(high))

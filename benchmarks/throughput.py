@@ -19,7 +19,12 @@ from pathlib import Path
 
 from intervals import paired_ratio, summarise
 from links import run_ranks, why_no_hosts
+from page import load_before, write_page
 
+NOTE = """GPT of 10.8 M parameters (4 x 64 tokens per rank), MLP of 25 M (16 samples), convnet of 1.1 M with batch norm (16 images).
+AdamW, 1 thread per process, gloo. All variants in the same processes, in turn: blocks of steps, round after round.
+speed: time of a block of DistributedDataParallel over that of the variant, so that more is faster. Intervals: bootstrap
+over rounds. losses differ: largest relative difference of a loss in the first steps, where all see the same samples."""
 SAME = 1e-3  # largest relative difference of a loss that is put down to the order of sums
 
 
@@ -34,34 +39,23 @@ def work(args: argparse.Namespace) -> None:
         args.worker.write_text(json.dumps(asdict(measured)))
 
 
-def report(task: str, measured: dict, where: str) -> dict:
+def table(task: str, measured: dict, where: str) -> str:
     from rounds import largest_difference
 
     seconds = measured["seconds"]
     differences = largest_difference(measured["losses"], "by hand")
-    rows = {}
-    print(
-        f"\n{task}, 2 processes, {where}: milliseconds per step, and speed over stock DistributedDataParallel and fused"
-    )
-    print(
-        f"{'':18} {'p10':>7} {'median':>7} {'spread':>7}   {'speed [95 %]':22} {'over fused [95 %]':22} losses differ"
-    )
+    lines = [
+        f"{task}, 2 processes, {where}: milliseconds per step; speed: over DistributedDataParallel, and over it fused",
+        f"{'':18} {'p10':>7} {'median':>7} {'spread':>7}   {'speed [95 %]':22} {'over fused [95 %]':22} losses differ",
+    ]
     for name, blocks in seconds.items():
         times = summarise(blocks)
         speed, over_fused = (paired_ratio(seconds[other], blocks) for other in ("by hand", "by hand, fused"))
-        difference = differences.get(name, 0.0)
-        rows[name] = {
-            **asdict(times),
-            "speed": asdict(speed),
-            "over_fused": asdict(over_fused),
-            "losses_differ": difference,
-        }
         milliseconds = " ".join(f"{value / 1e3:7.1f}" for value in (times.p10, times.median, times.spread))
+        difference = differences.get(name, 0.0)
         verdict = f"{difference:.1e}" + ("" if difference <= SAME else "  NOT THE SAME TRAINING")
-        print(f"{name:18} {milliseconds}   {speed!s:22} {over_fused!s:22} {verdict}")
-    for name in measured["missing"]:
-        print(f"{name:18} not installed, left out")
-    return rows
+        lines.append(f"{name:18} {milliseconds}   {speed!s:22} {over_fused!s:22} {verdict}")
+    return "\n".join(lines + [f"{name:18} not installed, left out" for name in measured["missing"]])
 
 
 def main() -> None:
@@ -70,7 +64,7 @@ def main() -> None:
     parser.add_argument("--rate", help="limit of the link between the two processes, as tc writes it: 1gbit")
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--block-steps", type=int, default=4, help="steps of a variant in a row")
-    parser.add_argument("--json", type=Path, help="write the figures here as well")
+    parser.add_argument("--out", type=Path, help="write a results page here as well")
     parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--dir", help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -79,16 +73,17 @@ def main() -> None:
     if args.rate and (reason := why_no_hosts()):
         parser.error(f"--rate {args.rate}: {reason}; leave it out to measure on the loopback interface")
 
-    rows = {}
+    load, tables, where = load_before(), [], args.rate or "loopback"
     for task in args.tasks:
         with tempfile.TemporaryDirectory() as scratch:
             result = Path(scratch, "measured.json")
             options = ["--tasks", task, "--rounds", args.rounds, "--block-steps", args.block_steps]
             command = [sys.executable, __file__, *map(str, [*options, "--worker", result, "--dir", f"{scratch}/run"])]
             run_ranks(command, 2, args.rate, f"{scratch}/log.txt", timeout_seconds=1800)
-            rows[task] = report(task, json.loads(result.read_text()), args.rate or "loopback")
-    if args.json:
-        args.json.write_text(json.dumps(rows, indent=1) + "\n")
+            tables.append(table(task, json.loads(result.read_text()), where))
+            print(f"\n{tables[-1]}", flush=True)
+    if args.out:
+        write_page(args.out, f"How fast two processes train, {where}", [NOTE, *tables], load)
 
 
 if __name__ == "__main__":

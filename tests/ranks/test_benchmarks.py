@@ -1,0 +1,44 @@
+"""The benchmarks of the loop run, with the peers that are installed, and compare like with like."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+
+
+def run_benchmark(name: str, *words: str) -> str:
+    command = [sys.executable, str(BENCHMARKS / name), *words]
+    ended = subprocess.run(
+        command, capture_output=True, text=True, timeout=200, env=os.environ | {"OMP_NUM_THREADS": "1"}
+    )
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    return ended.stdout
+
+
+def rows(output: str) -> dict[str, list[float]]:
+    """The numbers behind each variant's name."""
+    found = re.findall(r"^(by hand, fused|by hand|instep) {2,}(.*)$", output, re.MULTILINE)
+    return {
+        name: [float(number) for number in re.findall(r"[-+]?\d+\.?\d*(?:e[-+]\d+)?", rest)] for name, rest in found
+    }
+
+
+def test_overhead_writes_a_page(tmp_path: Path) -> None:
+    page = tmp_path / "overhead.md"
+    output = run_benchmark("overhead.py", "--ranks", "2", "--rounds", "2", "--block-steps", "4", "--out", str(page))
+    found = rows(output)
+    assert set(found) == {"by hand", "by hand, fused", "instep"}
+    assert all(p10 <= median for p10, median, *_ in found.values())
+    assert output.strip() in page.read_text()
+    assert "torch" in page.read_text() and "Command: `python benchmarks/overhead.py --ranks 2" in page.read_text()
+
+
+def test_throughput_compares_equal_training() -> None:
+    output = run_benchmark("throughput.py", "--tasks", "conv", "--rounds", "1", "--block-steps", "2")
+    assert rows(output)["instep"][-1] < 1e-4
+    assert "NOT THE SAME TRAINING" not in output
