@@ -84,6 +84,12 @@ def _explain_not_reached(operation: str, site: CallSite) -> tuple[CallSite, str]
     for node, _ in conditions_of(source, site.line):
         where = source.site(node)
         return where, f"Whether {operation} at {short(site)} is reached is decided at {short(where)}: `{where.source}`."
+    handler = find_handler(source, site.line)
+    if handler is not None:
+        return (
+            handler,
+            f"An exception before {operation} at {short(site)} is caught at {short(handler)}, and the rank goes on without it.",
+        )
     for loop in source.loops_at(site.line):
         iterated = getattr(loop, "iter", None)
         grown = (
@@ -95,6 +101,22 @@ def _explain_not_reached(operation: str, site: CallSite) -> tuple[CallSite, str]
                 f"{operation} at {short(site)} runs once per entry of what the loop goes over, and {short(grown)} adds an entry only sometimes.",
             )
     return site, ""
+
+
+def find_handler(source: Source, line: int, depth: int = 3) -> CallSite | None:
+    """The `except` around a line, or around a call of the function that holds it, which does not raise again."""
+    for node in source.enclosing(line):
+        if isinstance(node, ast.Try) and node.body[0].lineno <= line <= (node.body[-1].end_lineno or 0):
+            for handler in node.handlers:
+                if not any(isinstance(part, ast.Raise) for part in ast.walk(handler)):
+                    return source.site(handler)
+    name = getattr(source.function_at(line), "name", None)
+    for call in ast.walk(source.tree) if name and depth else ():
+        if isinstance(call, ast.Call) and getattr(call.func, "id", getattr(call.func, "attr", None)) == name:
+            found = find_handler(source, call.lineno, depth - 1)
+            if found is not None:
+                return found
+    return None
 
 
 def find_conditional_growth(source: Source, expression: ast.AST, function: Function) -> CallSite | None:

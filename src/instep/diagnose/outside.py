@@ -42,7 +42,18 @@ def explain_outside(run: RunView, position: Position) -> Stuck:
     lock_line = _waits_for_lock(view)
     if lock_line is not None:
         return Stuck("lock-wait", position, here, None, lock_line)
-    return Stuck("rank-stuck-outside", position, here)
+    return Stuck("rank-stuck-outside", position, here, _polling_loop(position))
+
+
+def _polling_loop(position: Position) -> CallSite | None:
+    """The head of a short `while` loop around the line: what it waits for stands there."""
+    frame = position.frames[0] if position.frames else None
+    source = load(frame.file) if frame else None
+    for loop in source.loops_at(frame.line) if source and frame else ():
+        is_short = sum(isinstance(node, ast.stmt) for node in ast.walk(loop)) <= 8
+        if isinstance(loop, ast.While) and is_short and not isinstance(loop.test, ast.Constant):
+            return source.site(loop)  # type: ignore[union-attr]
+    return None
 
 
 def _worker_frame(view: RankView) -> Frame | None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 
 from instep.diagnose.run_view import RankView, RunView, short
 from instep.records import recording as layout
 from instep.records.finding import CallSite
+from instep.records.recording import Mark
 
 _MIN_HISTORY = 3  # steps of the same shape that make a habit
 
@@ -16,14 +18,15 @@ _MIN_HISTORY = 3  # steps of the same shape that make a habit
 @dataclass(frozen=True)
 class Slot:
     """Place number `sequence` in the default group, as one rank filled it. operation: `gradients` for what backward
-    starts, `buffers` for what the wrapped model's forward does; open: it has not come back."""
+    starts, `buffers` for what the wrapped model's forward does; turn: number of the forward it belongs to, counting those
+    whose backward averages, or of the step where there is none; open: it has not come back."""
 
     rank: int
     sequence: int
     operation: str
     site: CallSite | None
     step: int
-    elements: int
+    turn: int
     open: bool
 
     def describe(self) -> str:
@@ -33,7 +36,7 @@ class Slot:
     @property
     def meaning(self) -> tuple[object, ...]:
         """What has to be equal on all ranks. Two lines may meet rightly: a root often takes its own branch."""
-        return (self.operation, self.step) if self.operation == "gradients" else (self.operation,)
+        return (self.operation, self.turn) if self.operation == "gradients" else (self.operation,)
 
 
 _STAGES = {"collective": "", "backward": "gradients", "forward": "buffers", "step": "optimizer", "data": "data"}
@@ -42,29 +45,42 @@ _STAGES = {"collective": "", "backward": "gradients", "forward": "buffers", "ste
 def slots_of(view: RankView) -> dict[int, Slot]:
     """Slots by sequence number, as far back as the page goes."""
     found: dict[int, Slot] = {}
-    entered = None
-    for mark in view.marks:
-        stage, _, what = mark.kind.partition("-")
+    entered: Mark | None = None
+    turn = 0
+    for mark, turn in _with_turns(view.marks):
+        stage = mark.kind.partition("-")[0]
         if stage == "enter":
-            entered = mark
-        elif stage == "leave" and entered is not None and not entered.flags & layout.OTHER_GROUP:
-            for sequence in range(entered.sequence + 1, mark.sequence + 1):
-                found[sequence] = _slot(view, entered, sequence, False)
-            entered = None
-        elif stage == "leave":
+            entered, entered_turn = mark, turn
+        elif stage == "leave" and entered is not None:
+            if not entered.flags & layout.OTHER_GROUP:
+                for sequence in range(entered.sequence + 1, mark.sequence + 1):
+                    found[sequence] = _slot(view, entered, sequence, entered_turn, False)
             entered = None
     if entered is not None and not entered.flags & layout.OTHER_GROUP and not entered.kind.endswith("data"):
-        first = entered.sequence + 1
         died = view.failure is not None  # then the newest reading of what is pending may be missing
         if entered.kind.endswith("collective") or died or (view.page is not None and view.page.pending):
-            found[first] = _slot(view, entered, first, True)
+            found[entered.sequence + 1] = _slot(view, entered, entered.sequence + 1, turn, True)
     return found
 
 
-def _slot(view: RankView, mark: layout.Mark, sequence: int, is_open: bool) -> Slot:
+def _with_turns(marks: list[Mark]) -> Iterator[tuple[Mark, int]]:
+    """Each mark with the number of the forward it belongs to; before the first backward that is seen it is not known."""
+    counts = any(mark.kind == "enter-backward" and mark.elements for mark in marks)
+    turn = 0
+    for mark in marks:
+        if not counts:
+            turn = mark.step
+        elif mark.kind == "enter-backward":
+            turn = mark.elements
+        elif mark.kind == "enter-forward" and not mark.flags and turn:
+            turn += 1
+        yield mark, turn
+
+
+def _slot(view: RankView, mark: Mark, sequence: int, turn: int, is_open: bool) -> Slot:
     what = mark.kind.partition("-")[2]
     operation = mark.operation or _STAGES.get(what, what)
-    return Slot(view.rank, sequence, operation, view.site(mark.site), mark.step, mark.elements, is_open)
+    return Slot(view.rank, sequence, operation, view.site(mark.site), mark.step, turn, is_open)
 
 
 @dataclass(frozen=True)
@@ -103,14 +119,14 @@ def uses_point_to_point(run: RunView) -> bool:
 
 
 def _explain(run: RunView, tables: dict[int, dict[int, Slot]], slots: tuple[Slot, ...]) -> Mispairing:
-    step = min(slot.step for slot in slots)
+    step, turn = min(slot.step for slot in slots), min(slot.turn for slot in slots)
     departed = []
     for rank, table in tables.items():
         shapes = _shapes(table)
-        habit = _habit(shapes, step)
+        habit = _habit(shapes, turn)
         if habit is None:
             continue
-        difference = _first_difference(shapes.get(step, ()), habit, complete=max(shapes) > step)
+        difference = _first_difference(shapes.get(turn, ()), habit, complete=max(shapes) > turn)
         if difference is not None:
             departed.append((rank, *difference))
     is_silent = all(max(table) > slots[0].sequence for table in tables.values())
@@ -121,16 +137,16 @@ Act = tuple[str, CallSite | None]
 
 
 def _shapes(table: dict[int, Slot]) -> dict[int, tuple[Act, ...]]:
-    """What each step consisted of."""
+    """What each turn consisted of."""
     shapes: dict[int, list[Act]] = {}
     for sequence in sorted(table):
         slot = table[sequence]
-        shapes.setdefault(slot.step, []).append((slot.operation, slot.site))
-    return {step: tuple(acts) for step, acts in shapes.items()}
+        shapes.setdefault(slot.turn, []).append((slot.operation, slot.site))
+    return {turn: tuple(acts) for turn, acts in shapes.items()}
 
 
-def _habit(shapes: dict[int, tuple[Act, ...]], step: int) -> tuple[Act, ...] | None:
-    earlier = sorted(one for one in shapes if one < step)[1:]  # the first may be cut off, or hold what happens once
+def _habit(shapes: dict[int, tuple[Act, ...]], turn: int) -> tuple[Act, ...] | None:
+    earlier = sorted(one for one in shapes if one < turn)[1:]  # the first may be cut off, or hold what happens once
     counts = Counter(shapes[one] for one in earlier)
     if not counts:
         return None
@@ -141,7 +157,7 @@ def _habit(shapes: dict[int, tuple[Act, ...]], step: int) -> tuple[Act, ...] | N
 def _first_difference(
     acts: tuple[Act, ...], habit: tuple[Act, ...], complete: bool
 ) -> tuple[Act | None, Act | None] | None:
-    """Expected and got at the first place where a step departs from the habit; None where it does not."""
+    """Expected and got at the first place where a turn departs from the habit; None where it does not."""
     for index, act in enumerate(acts):
         if index >= len(habit):
             return None, act

@@ -62,7 +62,9 @@ def _enter(recorder: Recorder, losses: Losses, tensors: Any) -> tuple[int, float
         _look_at_loss(recorder, losses, loss, site)
     for wrapped in WRAPPERS.all:
         wrapped.sequence_before = wrapped.sequence()
-    started = recorder.mark(_ENTER, 0, 0 if has_graph else layout.NO_GRAPH, site, recorder.backwards & 0xFFFFFFFF)
+    started = recorder.mark(
+        _ENTER, 0, 0 if has_graph else layout.NO_GRAPH, site, recorder.backwards & 0xFFFFFFFF, recorder.turns
+    )
     return site, started, time.thread_time(), has_graph
 
 

@@ -31,6 +31,7 @@ class Recorder:
         self.main_thread = threading.main_thread().ident
         self.num_marks = self.num_steps = self.forwards = self.reduced = self.backwards = self.batches = self.calls = 0
         self.num_batch_prints = 0
+        self.turns = 0  # forwards through a wrapped model whose backward has to average
         self.depth = 0
         self.has_sent = False
         self.open_step: int | None = None

@@ -193,6 +193,7 @@ def _enter_forward(recorder: Recorder, model: DistributedDataParallel) -> tuple[
             wrapped.expects_reduction, wrapped.expects_local = synced, not synced
     flags = (0 if synced else layout.UNSYNCED) | (0 if grad else layout.NO_GRAD)
     flags |= 0 if model.training else layout.EVALUATING
+    recorder.turns += not flags
     number = wrapped.number if wrapped is not None else 0
     return site, recorder.mark(_ENTER, 0, flags, site, number), number
 
