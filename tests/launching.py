@@ -9,12 +9,14 @@ import time
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
+from typing import IO
 
 import pytest
 
 from instep.launch.failure import describe_failure, keep_failures
-from instep.launch.local import make_placer, open_store, start_store
+from instep.launch.local import empty_store, make_placer, open_store, start_store
 from instep.launch.options import parse
 from instep.launch.spawn import Zygote
 from instep.launch.watch import Hooks, Watch
@@ -48,14 +50,15 @@ class Launcher:
         plain = {name: value for name, value in os.environ.items() if not name.startswith(("INSTEP_", "PET_", "OMP_"))}
         return plain | {"INSTEP_TEST_MARK": self.mark} | more
 
-    def begin(self, *words: str, **variables: str) -> subprocess.Popen[str]:
+    def begin(self, *words: str, into: IO[str] | None = None, **variables: str) -> subprocess.Popen[str]:
+        """into: a file for stdout and stderr, which are pipes otherwise."""
         return subprocess.Popen(
             [sys.executable, "-m", "instep", "run", "--run-dir", "run", *words],
             cwd=self.folder,
             env=self.environment(**variables),
             stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
+            stdout=into or subprocess.PIPE,
+            stderr=into or subprocess.PIPE,
             text=True,
             errors="replace",
         )
@@ -121,6 +124,7 @@ class Watched:
         with open(os.devnull, "wb") as log:
             store = start_store(self.zygote, server, log.fileno(), num_ranks)
         watching = Watch(spec, self.zygote, Hooks(), make_placer(spec, address))
+        watching.empty_store = partial(empty_store, store)
         try:
             code = watching.run()
         finally:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import selectors
-import sys
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -87,8 +86,9 @@ class Console:
         self.streams.discard(stream)
         self.selector.unregister(stream.pipe)
         os.close(stream.pipe)
-        for file in stream.files:
-            file.close()
+        for file in (*stream.files, stream.filter_file):
+            if file is not None:
+                file.close()
 
     def _show(self, stream: Stream, data: bytes) -> None:
         if data and stream.target is not None:
@@ -114,7 +114,9 @@ def _write(target: int, data: bytes) -> None:
         os.set_blocking(target, True)
         _write(target, bytes(view))
     except BrokenPipeError:
-        sys.stdout = sys.stderr = None  # type: ignore[assignment]  # keeps the interpreter's own flush from failing
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, target)  # the run goes on, and the interpreter's last flush finds something to write to
+        os.close(nowhere)
 
 
 def _is_same_file(one: int, other: int) -> bool:
