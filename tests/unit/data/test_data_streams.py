@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import itertools
 import random
+import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch.utils.data import ChainDataset, IterableDataset, get_worker_info
 
 from data_sources import SIZE, OwnIterator, Split, Stateful, Unsplit, as_lists, indices_of, loader_of, steps_of
+from instep.train.data.own_copy import own_copy
 from instep.train.data.torch_worker import ShownWorker, can_show, showing
 
 
@@ -231,3 +235,55 @@ def test_random_streams_lose_and_double_nothing() -> None:
         world_size, first = draw.randint(1, count), draw.randint(0, 6)
         rest = steps_of(Given, world_size, first_step=first, **sizes)
         assert rest == {key: value for key, value in one.items() if key[0] >= first}
+
+
+def test_data_are_shared_by_the_copies_of_a_dataset(tmp_path: Path) -> None:
+    class Tokens(IterableDataset):
+        def __init__(self) -> None:
+            self.on_disk = numpy.memmap(tmp_path / "tokens", dtype="int32", mode="w+", shape=(64,))
+            self.tensor = torch.zeros(3)
+            self.many = [OwnIterator() for _ in range(1001)]
+            self.readers = [OwnIterator()]
+            self.by_name = {"a": OwnIterator()}
+            self.lock = threading.Lock()
+
+        def __iter__(self) -> Iterator[Any]:
+            return iter(())
+
+    dataset = Tokens()
+    clone = own_copy(dataset)
+    assert clone is not dataset
+    for name in ("on_disk", "tensor", "many", "lock"):
+        assert getattr(clone, name) is getattr(dataset, name)
+    assert clone.readers[0] is not dataset.readers[0]
+    assert clone.by_name["a"] is not dataset.by_name["a"]
+
+
+def test_a_dataset_that_cannot_be_copied_is_shared() -> None:
+    class Whole(IterableDataset):
+        def __reduce_ex__(self, protocol: Any) -> Any:
+            raise TypeError("cannot pickle")
+
+        def __iter__(self) -> Iterator[Any]:
+            return iter(())
+
+    dataset = Whole()
+    assert own_copy(dataset) is dataset
+
+
+def test_parts_that_know_each_other_still_do_in_a_copy() -> None:
+    class Part(OwnIterator):
+        def __init__(self, whole: Any) -> None:
+            self.whole = whole
+
+    class Whole(IterableDataset):
+        def __init__(self) -> None:
+            self.part = Part(self)
+
+        def __iter__(self) -> Iterator[Any]:
+            return iter(())
+
+    dataset = Whole()
+    clone = own_copy(dataset)
+    assert clone.part is not dataset.part
+    assert clone.part.whole is clone

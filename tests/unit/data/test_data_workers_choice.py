@@ -12,8 +12,10 @@ import torch
 from torch.utils.data import Dataset
 
 from data_sources import CPU, Augmented, Split, loader_of, tensors
+from instep.records.choice import Choice
 from instep.train.data.workers import (
     MeasuringFeed,
+    check_sendable,
     choose_num_workers,
     choose_without_measuring,
     find_unsendable,
@@ -67,7 +69,7 @@ def test_without_cores_to_spare_there_are_none(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1}, raising=False)
     assert spare_cores(1, CPU) == 0
     assert spare_cores(1, torch.device("cuda", 0)) == 1
-    choice = choose_without_measuring(False, 0, Augmented())
+    choice = choose_without_measuring(False, 0)
     assert choice is not None
     assert str(choice).startswith("num_workers=0: the ranks of this machine leave no core to spare")
 
@@ -95,9 +97,11 @@ def test_what_does_not_survive_in_another_process_keeps_the_dataset_here(tmp_pat
     assert find_unsendable(Holding(torch.zeros(3))) is None
     with open(tmp_path / "data", "w+b") as file:
         assert "cannot pickle" in str(find_unsendable(Holding([file])))
-        choice = choose_without_measuring(False, 4, Holding(file))
-    assert choice is not None
-    assert choice.reason.startswith("the dataset cannot be copied to other processes (cannot pickle ")
+        choice = check_sendable(Choice("num_workers", 2, "slow", "x"), Holding(file))
+    assert choice.value == 0
+    assert choice.reason.startswith("slow, but the dataset cannot be copied to other processes (cannot pickle ")
+    wanted = Choice("num_workers", 2, "slow", "x")
+    assert check_sendable(wanted, Augmented()) is wanted
     connection = sqlite3.connect(":memory:")
     assert find_unsendable(Holding(connection)) is not None
     connection.close()

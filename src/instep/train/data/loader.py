@@ -21,7 +21,7 @@ from instep.train.data.to_device import DeviceCopy
 from instep.train.data.torch_worker import can_show
 from instep.train.data.worker_feed import IndexedReader, IndexedWorkerFeed, StreamsReader, StreamWorkerFeed
 from instep.train.data.worker_service import Service
-from instep.train.data.workers import MeasuringFeed, choose_without_measuring, spare_cores
+from instep.train.data.workers import MeasuringFeed, check_sendable, choose_without_measuring, spare_cores
 from instep.train.slots import Slots
 
 __all__ = ["Epoch", "Loader", "MicroBatch", "StepBatches", "build_loader"]
@@ -135,7 +135,7 @@ class Loader:
             return 0
         if wanted is None:
             self._spare = spare_cores(self._local_size, self._copier.device)
-            choice = choose_without_measuring(isinstance(self._fetch, TensorFetch), self._spare, self.dataset)
+            choice = choose_without_measuring(isinstance(self._fetch, TensorFetch), self._spare)
             if choice is None:
                 return None
             self._say(str(choice))
@@ -157,6 +157,7 @@ class Loader:
         return MeasuringFeed(feed, self._spare, lambda choice, step: self._decide(choice, order, epoch, step))
 
     def _decide(self, choice: Choice, order: Order, epoch: int, step: int) -> Feed | None:
+        choice = check_sendable(choice, self.dataset)
         self._say(str(choice))
         assert isinstance(choice.value, int)
         self.num_workers = choice.value

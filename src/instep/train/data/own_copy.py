@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+import pickle
 from typing import Any
 
 import torch
-from torch.utils.data import Dataset, IterableDataset
+from torch.utils.data import IterableDataset
 
 _MOST_PARTS = 1000  # a longer list is data, not a list of sources
 
@@ -23,7 +23,7 @@ def own_copy(dataset: Any, copies: dict[int, Any] | None = None) -> Any:
         return copies[id(dataset)]
     try:
         clone = copy.copy(dataset)
-    except (TypeError, NotImplementedError):
+    except (TypeError, AttributeError, NotImplementedError, copy.Error, pickle.PicklingError):
         return dataset
     copies[id(dataset)] = clone
     for name, value in list(getattr(clone, "__dict__", {}).items()):
@@ -42,10 +42,9 @@ def _own_part(value: Any, copies: dict[int, Any]) -> Any:
 
 
 def _has_position(value: Any) -> bool:
-    if isinstance(value, torch.Tensor | torch.nn.Module | Mapping | type):
-        return False
+    """Whether it is read from front to back: an iterable that is no container (an array on disk above all)."""
     if isinstance(value, IterableDataset):
         return True
-    if isinstance(value, Dataset) or not hasattr(value, "__dict__"):
+    if isinstance(value, torch.nn.Module | type) or not hasattr(value, "__dict__"):
         return False
-    return isinstance(value, Iterator) or hasattr(type(value), "__iter__")
+    return hasattr(type(value), "__iter__") and not hasattr(type(value), "__getitem__")

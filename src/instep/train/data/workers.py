@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import math
 import multiprocessing
 import os
@@ -30,14 +29,11 @@ def spare_cores(local_size: int, device: torch.device) -> int:
     return max(0, cores // local_size - (2 if device.type == "cpu" else 1))
 
 
-def choose_without_measuring(in_memory: bool, spare: int, dataset: Any) -> Choice | None:
+def choose_without_measuring(in_memory: bool, spare: int) -> Choice | None:
     """No workers, where that is plain from the start; else None."""
     if in_memory:
         return _no_workers("the data are tensors in memory, which no other process reads faster")
-    if spare < 1:
-        return _no_workers("the ranks of this machine leave no core to spare")
-    why = find_unsendable(dataset)
-    return _no_workers(f"the dataset cannot be copied to other processes ({why})") if why else None
+    return _no_workers("the ranks of this machine leave no core to spare") if spare < 1 else None
 
 
 def choose_num_workers(fetch_seconds: float, step_seconds: float, micro_batches: int, spare: int) -> Choice:
@@ -52,8 +48,23 @@ def choose_num_workers(fetch_seconds: float, step_seconds: float, micro_batches:
     return Choice("num_workers", number, f"{took}, {spare} cores to spare", OVERRIDE)
 
 
+def check_sendable(choice: Choice, dataset: Any) -> Choice:
+    """The choice, or no workers after all for a dataset that they cannot have. Costs a walk over the dataset."""
+    why = find_unsendable(dataset) if choice.value else None
+    if why is None:
+        return choice
+    return _no_workers(f"{choice.reason}, but the dataset cannot be copied to other processes ({why})")
+
+
 def _no_workers(reason: str) -> Choice:
     return Choice("num_workers", 0, reason, OVERRIDE)
+
+
+class _Nowhere:
+    """A file that keeps nothing."""
+
+    def write(self, data: Any) -> int:
+        return memoryview(data).nbytes
 
 
 class _Sendable(pickle.Pickler):
@@ -70,7 +81,7 @@ class _Sendable(pickle.Pickler):
 def find_unsendable(dataset: Any) -> str | None:
     """Why workers cannot have the dataset: open files and connections, above all, do not survive being shared."""
     try:
-        _Sendable(io.BytesIO()).dump(dataset)
+        _Sendable(_Nowhere()).dump(dataset)
     except (pickle.PicklingError, TypeError, AttributeError, RecursionError) as error:
         return str(error)
     return None
