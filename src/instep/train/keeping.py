@@ -84,7 +84,11 @@ def save(run: Run, metric: float | None, best: str | None) -> None:
 
 
 def _stream_states(run: Run) -> dict[str, Any]:
-    states = run._epoch.stream_states() if run._epoch is not None else None
+    """Of the streams of the epoch that the run is in; between epochs there are none."""
+    loop = next((loop for loop in reversed(run._position.loops) if not loop.done), None)
+    if run._epoch is None or loop is None or loop.step == 0:
+        return {}
+    states = run._epoch.stream_states()
     return {str(slot): state for slot, state in (states or {}).items()}
 
 
