@@ -49,7 +49,7 @@ def main() -> None:
         optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
         train, test = run.loader(train_set, shuffle=True, drop_last=True), run.loader(test_set)
         schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-2, total_steps=len(train) * args.epochs + 1)
-        model, optimizer = run.prepare(model, optimizer, schedule)[:2]
+        run.prepare(model, optimizer, schedule)
         run.restore()
 
         for step in run.steps(train, epochs=args.epochs):
