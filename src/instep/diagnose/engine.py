@@ -7,6 +7,7 @@ import pkgutil
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from fnmatch import fnmatch
 from functools import cache
 from pathlib import Path
@@ -19,6 +20,7 @@ from instep.records.run_dir import RunDir, write_json
 Check = Callable[[RunView], Iterable[Finding]]
 
 _CERTAINTY = {"certain": 0, "likely": 1, "possible": 2}
+_STOPS_RUNS = ("numbers/silent-pairing",)  # ends in a hang sooner or later, so it comes before the rest of its family
 _FAMILIES = ("startup", "crash", "hang", "nonfinite", "numbers", "memory", "storage", "speed")
 
 
@@ -66,8 +68,6 @@ def _explains(cause: Finding, consequence: Finding) -> bool:
 
 
 def _with_named(finding: Finding, all_findings: list[Finding]) -> Finding:
-    from dataclasses import replace
-
     named = {one.id for one in all_findings if one is not finding and _explains(finding, one)}
     return replace(finding, explains=tuple(sorted(named)))
 
@@ -75,7 +75,8 @@ def _with_named(finding: Finding, all_findings: list[Finding]) -> Finding:
 def order(findings: Iterable[Finding]) -> list[Finding]:
     def key(finding: Finding) -> tuple[int, int, str]:
         family = finding.id.partition("/")[0]
-        return _CERTAINTY[finding.certainty], _FAMILIES.index(family) if family in _FAMILIES else 99, finding.id
+        place = _FAMILIES.index(family) if family in _FAMILIES else len(_FAMILIES)
+        return _CERTAINTY[finding.certainty], -1 if finding.id in _STOPS_RUNS else place, finding.id
 
     return sorted(findings, key=key)
 

@@ -41,6 +41,8 @@ def classify(run: RunView) -> Hang | None:
     if error is not None:
         return Hang("error-swallowed", error=error, **base)
     mispairing = find_mispairing(run)
+    if mispairing is not None and mispairing.sizes_differ:
+        return Hang("different-sizes", mispairing=mispairing, **base)
     if mispairing is not None and mispairing.is_silent:
         return Hang("silent", mispairing=mispairing, **base)
     uneven = find_uneven_lap(run)

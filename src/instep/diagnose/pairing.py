@@ -12,6 +12,7 @@ from instep.records import recording as layout
 from instep.records.finding import CallSite
 from instep.records.recording import Mark
 
+EQUAL_SIZES = ("all_reduce", "all_gather", "reduce", "broadcast", "gather", "all_to_all_single")
 _MIN_HISTORY = 3  # steps of the same shape that make a habit
 
 
@@ -28,6 +29,7 @@ class Slot:
     step: int
     turn: int
     open: bool
+    elements: int = 0
 
     def describe(self) -> str:
         words = {"gradients": "gradients of backward", "buffers": "the wrapped model's forward"}
@@ -36,7 +38,9 @@ class Slot:
     @property
     def meaning(self) -> tuple[object, ...]:
         """What has to be equal on all ranks. Two lines may meet rightly: a root often takes its own branch."""
-        return (self.operation, self.turn) if self.operation == "gradients" else (self.operation,)
+        if self.operation == "gradients":
+            return self.operation, self.turn
+        return (self.operation, self.elements) if self.operation in EQUAL_SIZES else (self.operation,)
 
 
 _STAGES = {"collective": "", "backward": "gradients", "forward": "buffers", "step": "optimizer", "data": "data"}
@@ -80,7 +84,7 @@ def _with_turns(marks: list[Mark]) -> Iterator[tuple[Mark, int]]:
 def _slot(view: RankView, mark: Mark, sequence: int, turn: int, is_open: bool) -> Slot:
     what = mark.kind.partition("-")[2]
     operation = mark.operation or _STAGES.get(what, what)
-    return Slot(view.rank, sequence, operation, view.site(mark.site), mark.step, turn, is_open)
+    return Slot(view.rank, sequence, operation, view.site(mark.site), mark.step, turn, is_open, mark.elements)
 
 
 @dataclass(frozen=True)
@@ -92,6 +96,7 @@ class Mispairing:
     step: int
     is_silent: bool
     odd: int | None = None
+    sizes_differ: bool = False
     expected: tuple[str, CallSite | None] | None = None
     got: tuple[str, CallSite | None] | None = None
 
@@ -130,7 +135,10 @@ def _explain(run: RunView, tables: dict[int, dict[int, Slot]], slots: tuple[Slot
         if difference is not None:
             departed.append((rank, *difference))
     is_silent = all(max(table) > slots[0].sequence for table in tables.values())
-    return Mispairing(slots, step, is_silent, *(departed[0] if len(departed) == 1 else ()))
+    if len({slot.operation for slot in slots}) == 1 and slots[0].operation in EQUAL_SIZES:
+        return Mispairing(slots, step, is_silent, sizes_differ=len({slot.site for slot in slots}) == 1)
+    odd = dict(zip(("odd", "expected", "got"), departed[0])) if len(departed) == 1 else {}
+    return Mispairing(slots, step, is_silent, **odd)
 
 
 Act = tuple[str, CallSite | None]

@@ -137,7 +137,7 @@ class RankView:
 
     @property
     def is_alive(self) -> bool:
-        return self.page is not None and os.path.exists(f"/proc/{self.page.pid}")
+        return self.page is not None and _is_process(self.page.pid, self.page.started)
 
     @property
     def error(self) -> dict[str, Any] | None:
@@ -273,6 +273,15 @@ def _read_rank(rank: int, paths: RankDir) -> RankView:
         read_text(paths.crash),
         read_text(paths.stacks),
     )
+
+
+def _is_process(pid: int, started: float) -> bool:
+    """Whether the process lives that began its page then; its number may have gone to a younger one since."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return False
+    return fields[0] != "Z" and int(fields[19]) / os.sysconf("SC_CLK_TCK") <= started + 1
 
 
 def read_json(path: Path) -> Any:

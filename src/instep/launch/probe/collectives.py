@@ -105,11 +105,11 @@ def _enter(recorder: Recorder, operation: int, counted: bool, args: Any, kwargs:
     elif not recorder.has_sent:
         recorder.has_sent = True
         recorder.log.note("point-to-point", site=site, call=layout.OPERATIONS[operation])
-    first = args[0] if args else None
+    given = next((one for one in (*args[:2], kwargs.get("tensor")) if isinstance(one, torch.Tensor)), None)
     elements = 0
-    if isinstance(first, torch.Tensor):
-        elements = first.numel()
-        note_parameter_traffic(recorder, first, site)
+    if given is not None:
+        elements = given.numel()
+        note_parameter_traffic(recorder, given, site)
     flags = layout.ASYNC if kwargs.get("async_op") else 0
     group = kwargs.get("group")
     if group is not None and group is not dist.group.WORLD:

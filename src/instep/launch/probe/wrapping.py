@@ -94,6 +94,7 @@ def watch_wrapping(recorder: Recorder) -> None:
     replace(DistributedDataParallel, "__init__", lambda original: _wrap_init(recorder, original))
     replace(DistributedDataParallel, "forward", lambda original: _wrap_forward(recorder, original))
     replace(DistributedDataParallel, "no_sync", lambda original: _wrap_no_sync(recorder, original))
+    replace(torch.nn.Module, "_apply", lambda original: _wrap_apply(recorder, original))
     replace(DistributedDataParallel, "register_comm_hook", lambda original: _wrap_comm_hook(recorder, original))
 
 
@@ -213,10 +214,15 @@ def note_unused(recorder: Recorder, model: DistributedDataParallel, error: BaseE
         return
     tail = text.rpartition("for rank")[2].partition(":")[2]
     indices = [int(word) for word in tail.replace("\n", " ").split(" In addition")[0].split() if word.isdecimal()]
-    names = [name for name, p in model.module.named_parameters() if p.requires_grad]
+    named = [(name, p) for name, p in model.module.named_parameters() if p.requires_grad]
+    names = [name for name, _ in named]
+    wrapped = WRAPPERS.of_model(model)
+    known = wrapped.ids if wrapped is not None else {id(p) for _, p in named}
     recorder.log.note(
         "unused-parameters",
         indices=indices,
+        replaced=[name for name, p in named if id(p) not in known][:20],
+        site=wrapped.site if wrapped is not None else 0,
         names=[names[i] for i in indices if i < len(names)],
         classes=describe_classes(model.module),
         owners=_owners(model.module, [names[i] for i in indices if i < len(names)]),
@@ -244,6 +250,18 @@ def _wrap_no_sync(recorder: Recorder, original: Callable[..., Any]) -> Callable[
         return original(self)
 
     return call
+
+
+def _wrap_apply(recorder: Recorder, original: Callable[..., Any]) -> Callable[..., Any]:
+    """`model.double()`, `.to(...)` and the like; called for every module inside too, of which only the outermost counts."""
+
+    def _apply(self: Any, fn: Any, *args: Any, **kwargs: Any) -> Any:
+        wrapped = WRAPPERS.of_model(self) or WRAPPERS.of_inner(self) if WRAPPERS.all else None
+        if wrapped is not None:
+            recorder.log.note("module-changed", wrapper=wrapped.number, site=recorder.sites.here(1))
+        return original(self, fn, *args, **kwargs)
+
+    return _apply
 
 
 def _wrap_comm_hook(recorder: Recorder, original: Callable[..., Any]) -> Callable[..., Any]:

@@ -28,7 +28,7 @@ from instep.records.finding import Evidence, Finding
 def check(run: RunView) -> Iterator[Finding]:
     mispairing = find_mispairing(run)
     failed = [view for view in run.ranks if view.failure is not None]
-    if mispairing is None or mispairing.is_silent or not failed or run.stall is not None:
+    if mispairing is None or mispairing.is_silent or mispairing.sizes_differ or not failed or run.stall is not None:
         return
     if any(view.error is not None and not view.echoes for view in failed):
         return  # a rank with an error of its own left the others behind

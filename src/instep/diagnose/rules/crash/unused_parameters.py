@@ -33,6 +33,9 @@ def check(run: RunView) -> Iterator[Finding]:
         return
     ranks = tuple(sorted(found))
     event = found[ranks[0]][-1]
+    if event["replaced"]:
+        yield _replaced(run, ranks[0], event)
+        return
     child, where, guarded = find_call(event)
     names = ", ".join(event["names"][:6]) + ("..." if len(event["names"]) > 6 else "")
     some = len(ranks) < run.world_size
@@ -61,6 +64,34 @@ def check(run: RunView) -> Iterator[Finding]:
     )
 
 
+def _replaced(run: RunView, rank: int, event: Event) -> Finding:
+    """The wrapper still waits for parameters that are no longer in the model."""
+    view = run.by_rank[rank]
+    made = view.site(event["site"])
+    where = find_replacement(made) or made
+    names = ", ".join(event["replaced"][:6])
+    return Finding(
+        id="crash/unused-parameters",
+        title=f"parameters were replaced after the model was wrapped: {names}",
+        cause=f"DistributedDataParallel, built at {short(made)}, waits for gradients of the parameters it found then; {short(where)} put others in their place.",
+        fix=(f"make the change at {short(where)} before the model is wrapped",),
+        evidence=(view.cite(f"not among the wrapped parameters: {names}"),),
+        certainty="certain",
+        where=where,
+        explains=("crash/*", "hang/*", "numbers/*"),
+    )
+
+
+def find_replacement(made: CallSite | None) -> CallSite | None:
+    """After the line that wraps, an assignment to a part of the inner model."""
+    source = load(made.file) if made else None
+    for node in ast.walk(source.tree) if source and made else ():
+        if isinstance(node, ast.Assign) and node.lineno > made.line:  # type: ignore[union-attr]
+            if any(".module" in ast.unparse(target) for target in node.targets):
+                return source.site(node)  # type: ignore[union-attr]
+    return None
+
+
 def find_call(event: Event) -> tuple[str | None, CallSite | None, bool]:
     """The module that was left out, and the condition around its call or, without one, the call itself."""
     fallback: tuple[str | None, CallSite | None, bool] = (None, None, False)
@@ -72,7 +103,19 @@ def find_call(event: Event) -> tuple[str | None, CallSite | None, bool]:
                 if guarded:
                     return owner["path"], site, True
                 fallback = fallback if fallback[1] else (owner["path"], site, False)
+            made = _made_at(row, owner["child"])
+            fallback = fallback if fallback[1] else (owner["path"], made, False)
     return fallback
+
+
+def _made_at(row: dict[str, Any], child: str) -> CallSite | None:
+    """Where the class makes the child."""
+    source = load(row["file"])
+    for node in ast.walk(source.tree) if source else ():
+        if isinstance(node, ast.Assign) and row["line"] <= node.lineno <= row["last"]:
+            if any(isinstance(target, ast.Attribute) and target.attr == child for target in node.targets):
+                return source.site(node)  # type: ignore[union-attr]
+    return None
 
 
 def _calls(row: dict[str, Any], child: str) -> Iterator[tuple[CallSite, bool]]:

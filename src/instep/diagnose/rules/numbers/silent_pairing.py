@@ -29,7 +29,7 @@ from instep.records.finding import Finding
 
 def check(run: RunView) -> Iterator[Finding]:
     mispairing = find_mispairing(run)
-    if mispairing is None or not mispairing.is_silent:
+    if mispairing is None or not mispairing.is_silent or mispairing.sizes_differ:
         return
     where, why = explain_missing(run, mispairing)
     uneven = find_uneven_lap(run) if where is None else None

@@ -1,0 +1,61 @@
+"""`instep diagnose`: what went wrong in a run, or where each rank of a running one is now."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+
+from instep.cli.arguments import CommandParser
+from instep.diagnose.engine import diagnose
+from instep.diagnose.now import describe_now, is_running
+from instep.diagnose.run_view import read_json, read_run
+from instep.errors import UsageError
+from instep.records.run_dir import RunDir
+from instep.report.terminal import format_findings
+
+_FOLLOW_SECONDS = 1.0
+
+
+def run(argv: list[str]) -> int:
+    parser = CommandParser(
+        "diagnose",
+        "Judges a finished, killed or still running run from its run directory.\n"
+        "Of a running one it says where each rank is; --follow says so every second until it ends.",
+        "instep diagnose runs/train-20260101-120000",
+    )
+    parser.add_argument("run_dir", metavar="RUN_DIR", help="the folder that `instep run` named at its start or end")
+    parser.add_argument("--follow", action="store_true", help="of a running run: refresh every second until it ends")
+    parser.add_argument("--json", action="store_true", help="print the findings as a JSON list")
+    options = parser.parse_args(argv)
+    root = find_run(Path(options.run_dir))
+    while options.follow and is_running(root):
+        print(describe_now(read_run(root)), flush=True)
+        time.sleep(_FOLLOW_SECONDS)
+    findings = diagnose(root)
+    if options.json:
+        print(json.dumps([finding.as_json() for finding in findings], indent=1))
+        return 0
+    if is_running(root):
+        print(describe_now(read_run(root)))
+    sys.stdout.write(format_findings(findings) or "nothing to report: no rule found a fault in this run\n")
+    return 0
+
+
+def find_run(path: Path) -> Path:
+    """The folder with the ranks' files: the one given, or its peer. Raises UsageError."""
+    if not path.is_dir():
+        raise UsageError(
+            f"there is no run directory {str(path)!r}. Runs are kept in runs/, one folder each; see: ls runs"
+        )
+    if RunDir(path).ranks():
+        return path
+    peer = read_json(RunDir(path).peer)
+    other = Path(peer["peer"]) if isinstance(peer, dict) and "peer" in peer else None
+    if other is not None and RunDir(other).ranks():
+        return other
+    raise UsageError(
+        f"{str(path)!r} holds no files of ranks (rank0, rank1, ...), so there is nothing to judge. "
+        "Give the folder that `instep run` names at its start or end."
+    )
