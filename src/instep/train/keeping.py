@@ -110,9 +110,11 @@ def _restore_transports(run: Run, saved: Saved) -> None:
 
 
 def between_saves(run: Run) -> None:
-    """Raises what went wrong in the background, and gets the memory for the first save."""
+    """Has all ranks stop together, at the next step, when a save in the background failed; gets the memory for the
+    first save."""
     assert run._checkpoints is not None
-    run._checkpoints.check()
+    if run._checkpoints.failure is not None:
+        run._stop_asked = True  # the ranks learn of it at different times
     if run._arguments.checkpoint_every is not None and not run._checkpoints.is_reserved:
         run._checkpoints.reserve(capture(*_parts(run))[0])
 

@@ -277,7 +277,9 @@ class Run:
             )
         parameters = [by_name[key] for key in order]
         transport = choose_transport(self._arguments.compress, self._exact, world, self._observer.say)
-        trained = Trained(optimizer, choose_reducer(parameters, transport, self._exact, self._slots, world), parameters)
+        compress = self._arguments.compress
+        reducer = choose_reducer(parameters, transport, compress, self._exact, self._slots, world)
+        trained = Trained(optimizer, reducer, parameters)
         trained.guard_step()
         if scheduler is not None:
             plateau = isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)
@@ -466,6 +468,7 @@ class Run:
     def _stop(self) -> None:
         index = self._position.next_index
         if self._checkpoints is not None:
+            self._checkpoints.wait()  # raises why the last save failed, on every rank
             if self._saved_index != index:
                 keeping.save(self, None, None)
             self._checkpoints.wait()  # now, while all ranks are here: leaving by an exception waits for no one

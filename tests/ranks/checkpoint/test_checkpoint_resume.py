@@ -179,3 +179,40 @@ def test_ends_as_if_it_had_not_been_interrupted(tmp_path: Path, name: str, first
             assert ours[2:] == pytest.approx(theirs[2:], rel=tolerance, abs=tolerance)
         for key, value in expected["state"].items():
             torch.testing.assert_close(each["state"][key], value, rtol=tolerance, atol=tolerance)
+
+
+def fail_to_write(rank: int, size: int, folder: str) -> tuple[str, int]:
+    import instep.train.checkpoint.saving as saving
+
+    write = saving.write_durably
+
+    def full(path: Path, contents: Any) -> Any:
+        if rank == 1 and "step-3" in str(path):
+            raise OSError(28, "No space left on device")
+        return write(path, contents)
+
+    saving.write_durably = full
+    reached = 0
+    try:
+        with run_of(folder, checkpoint_every=None) as run:
+            model = mlp()
+            run.prepare(model, adam(model))
+            for step in run.steps(steps=100000):
+                reached = step.index
+                if step.index == 3:
+                    run.save()
+                for _ in step:
+                    step.backward(model(torch.randn(2, FEATURES, dtype=torch.float64)).square().mean())
+                step.update()
+    except instep.CheckpointError as error:
+        return str(error), reached
+    return "not raised", reached
+
+
+def test_a_save_that_failed_stops_all_ranks_at_one_step(tmp_path: Path) -> None:
+    first, second = run_ranks(fail_to_write, 2, str(tmp_path))
+    assert first == second
+    text, reached = first
+    assert text.startswith("the checkpoint of step 3 could not be written to ")
+    assert text.endswith("by rank 1: No space left on device. The older checkpoints are whole. Make room there.")
+    assert 3 <= reached < 99999
