@@ -74,7 +74,7 @@ def save(run: Run, metric: float | None, best: str | None) -> None:
     remembered, memories = encode_state(_transport_states(run), "transports")
     checkpoints.save(
         {**tensors, **more, **own_tensors, **remembered},
-        {"training": training, "run": values},
+        {**training, "run": values},
         step=run._position.next_index,
         metric=metric,
         best=best,  # type: ignore[arg-type]  # checked above
@@ -127,7 +127,7 @@ def restore(run: Run, path: str | os.PathLike[str]) -> bool:
         return False
     saved = checkpoints.open(path if str(path) == "latest" else Path(path))
     _compare_arguments(run, saved)
-    restore_state(saved, saved.values["training"], *_parts(run))
+    restore_state(saved, saved.values, *_parts(run))
     values = _decode(saved, saved.values["run"])
     _restore_schedulers(run, values["schedulers"])
     run._position = Position.from_json(values["position"])
@@ -189,8 +189,9 @@ def _compare_arguments(run: Run, saved: Saved) -> None:
 def load_weights(run: Run, path: str | os.PathLike[str], model: nn.Module | None, strict: bool) -> None:
     from instep.train.checkpoint.interchange import load_weights as load
 
-    run._meet("run.load_weights", None)
-    load(_which(run, model, "run.load_weights"), path, strict=strict)
+    world, chosen = run._entered(), _which(run, model, "run.load_weights")
+    name = next((str(number) for number, each in enumerate(run._models) if each is chosen), None)
+    load(chosen, path, world, strict=strict, name=name, say=run._observer.say)
 
 
 def export_weights(run: Run, path: str | os.PathLike[str], model: nn.Module | None) -> None:

@@ -181,6 +181,33 @@ def test_ends_as_if_it_had_not_been_interrupted(tmp_path: Path, name: str, first
             torch.testing.assert_close(each["state"][key], value, rtol=tolerance, atol=tolerance)
 
 
+def take_weights(rank: int, size: int, folder: str) -> list[bool]:
+    """Weights of a finished run, of an export of it, and of a file that is on one rank only."""
+    with run_of(None) as run:
+        generator, critic = mlp(), nn.Sequential(nn.Linear(CLASSES, 8), nn.Tanh(), nn.Linear(8, 1)).double()
+        run.prepare(generator, adam(generator))
+        run.prepare(critic, adam(critic))
+        before = critic[0].weight.clone()
+        run.load_weights(folder, model=critic)
+        run.export(f"{folder}/critic.safetensors", model=critic)
+        changed = not torch.equal(before, critic[0].weight)
+        taken = critic[0].weight.clone()
+        with torch.no_grad():
+            critic[0].weight.zero_()
+        run.load_weights(f"{folder}/critic.safetensors", model=critic)
+        try:
+            run.load_weights(f"{folder}/critic.safetensors" if rank == 0 else "nowhere.safetensors", model=critic)
+            refused = False
+        except instep.CheckpointError as error:
+            refused = str(error) == "nowhere.safetensors does not exist."
+        return [changed, torch.equal(taken, critic[0].weight), refused]
+
+
+def test_weights_go_from_run_to_run(tmp_path: Path) -> None:
+    run_ranks(train, 1, "gan", str(tmp_path), None)
+    assert run_ranks(take_weights, 2, str(tmp_path)) == [[True, True, True]] * 2
+
+
 def fail_to_write(rank: int, size: int, folder: str) -> tuple[str, int]:
     import instep.train.checkpoint.saving as saving
 

@@ -80,9 +80,9 @@ class Agreement:
 
 def open_store(world: World) -> Store | None:
     """A connection of its own to the store of the world's group; None on one process."""
-    if world.host_group is None:
+    if world.meeting is None:
         return None
-    store = world.host_group.get_group_store()
+    store = world.meeting.store
     try:
         return store.clone()  # pyright: ignore[reportAttributeAccessIssue]  # missing in torch's type stubs
     except (AttributeError, RuntimeError, NotImplementedError):  # file stores: every access opens the file anyway

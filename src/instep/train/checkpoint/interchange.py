@@ -39,7 +39,7 @@ def load_weights(
         found, failure = _load(model, Path(path), strict, name), None
     except InstepError as error:
         found, failure = Differences(str(path)), error
-    failures = [failure] if world is None else world.gather_objects(failure, f"loading weights from {path}")
+    failures = [failure] if world is None else world.gather_objects(failure, "run.load_weights")
     first = next((each for each in failures if each is not None), None)
     if first is not None:
         raise first
@@ -118,7 +118,7 @@ def export(model: nn.Module, path: Path | str, world: World) -> None:
             write_weights({key: value.clone() for key, value in whole.items()}, target)
         except OSError as error:
             failure = f"the weights could not be exported to {target}: {error.strerror or error}."
-    failure = world.broadcast_object(failure, f"exporting to {path}")
+    failure = world.broadcast_object(failure, "run.export")
     if failure is not None:
         raise CheckpointError(failure)
 

@@ -33,7 +33,7 @@ class Weights:
 
 
 def open_weights(path: Path, name: str | None = None) -> Weights:
-    """name: which model of an instep checkpoint, where it holds several. Raises CheckpointError."""
+    """name: which model of an instep checkpoint; does not matter where it holds one. Raises CheckpointError."""
     if not path.exists():
         raise CheckpointError(f"{path} does not exist.")
     if path.is_dir():
@@ -73,7 +73,7 @@ def _open_ours(path: Path, name: str | None) -> Weights:
     if problems or manifest is None:
         raise CheckpointError(f"the checkpoint {path} cannot be read: {'; '.join(problems)}.")
     models = json.loads(CheckpointDir(path).values.read_bytes())["models"]
-    if name is None and len(models) == 1:
+    if len(models) == 1:
         (name,) = models
     if name not in models:
         raise CheckpointError(f"{path} holds the models {', '.join(models)}; name the one that is meant.")
