@@ -62,10 +62,10 @@ def read_arguments(given: Mapping[str, Any]) -> Arguments:
     if given["compress"] is not None and given["compress"] not in COMPRESSIONS:
         allowed = ", ".join(map(repr, COMPRESSIONS))
         raise UsageError(f"compress={given['compress']!r} is not known. Allowed: {allowed}, or None.")
-    if given["exact"] and given["compress"] is not None:
+    if given["exact"] and given["compress"] not in (None, "bf16"):
         raise UsageError(
-            f"exact=True with compress={given['compress']!r} is not built yet in this version of instep: rounding before the "
-            "sum would depend on the number of ranks. Leave one of them out."
+            f"exact=True cannot go with compress={given['compress']!r}, whose rounding depends on which sums are sent. "
+            "Allowed with it: 'bf16', or None."
         )
     if given["checkpoint_every"] is not None and given["dir"] is None:
         raise UsageError(

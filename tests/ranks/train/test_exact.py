@@ -59,6 +59,8 @@ TRAININGS: dict[str, Callable[[], dict[str, Any]]] = {
     "embedding": lambda: train(Words),
     "bf16": lambda: train(lambda: net(nn.Dropout(0.3)), precision="bf16"),
     "fp16": lambda: train(lambda: net(nn.BatchNorm1d(16)), precision="fp16", clip_norm=0.5),
+    "compressed": lambda: train(lambda: net(nn.Dropout(0.3)), compress="bf16"),
+    "compressed, several calls": lambda: train(loss_of=two_calls, compress="bf16", micro_batch=1),
     "clipped by value": lambda: train(clip_value=0.01),
     "4 slots": lambda: train(global_batch=16, micro_batch=4),
     "16 slots": lambda: train(global_batch=16, micro_batch=1),

@@ -11,7 +11,7 @@ from instep.settings import read_setting
 from instep.train.reduce.bucket import Transport
 from instep.train.reduce.compress import DTYPES, CompressedSum
 from instep.train.reduce.exact_reducer import ExactReducer
-from instep.train.reduce.exact_sum import ExactSum
+from instep.train.reduce.exact_sum import ExactCompressedSum, ExactSum
 from instep.train.reduce.group_sum import GroupSum
 from instep.train.reduce.power_sgd import PowerSGD
 from instep.train.reduce.reducer import Reducer
@@ -30,7 +30,7 @@ def choose_transport(compress: str | None, exact: bool, world: World, say: Calla
     if group is None:
         return GroupSum(None)
     if compress in DTYPES:
-        return CompressedSum(group, compress)
+        return ExactCompressedSum(group, compress) if exact else CompressedSum(group, compress)
     if compress == "powersgd":
         return PowerSGD(group)
     if can_share_memory(world) and _all_want_shared_memory(world):
@@ -47,8 +47,13 @@ def _all_want_shared_memory(world: World) -> bool:
 
 
 def choose_reducer(
-    parameters: Sequence[nn.Parameter], transport: Transport, exact: bool, slots: Slots, world: World
+    parameters: Sequence[nn.Parameter],
+    transport: Transport,
+    compress: str | None,
+    exact: bool,
+    slots: Slots,
+    world: World,
 ) -> Reducer:
-    return (
-        ExactReducer(parameters, world, transport, len(slots.local)) if exact else Reducer(parameters, world, transport)
-    )
+    if not exact:
+        return Reducer(parameters, world, transport)
+    return ExactReducer(parameters, world, transport, len(slots.local), DTYPES[compress] if compress else None)

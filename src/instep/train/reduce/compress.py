@@ -38,6 +38,10 @@ class CompressedSum:
         self.dtype: torch.dtype = chosen  # type: ignore[assignment]  # one of DTYPES' values
         self._courier: BucketCourier | None = None
 
+    def add_gradients(self, rows: Tensor) -> Tensor:
+        """The sum of all ranks' pieces, (ranks, elements) in fp32 or wider."""
+        return _add_up(rows)
+
     def start(self, bucket: Bucket) -> Handle:
         if self._courier is None:
             self._courier = choose_courier(self._sum, bucket.flat.device)
@@ -65,7 +69,7 @@ class CompressedSum:
             bucket.words.copy_(_add_up(bits))
         if not width:
             return
-        total = _add_up(_unpack(received[:, : width + FACTOR_WORDS], wide))
+        total = self.add_gradients(_unpack(received[:, : width + FACTOR_WORDS], wide))
         mine, sums = sent[:1, : width + FACTOR_WORDS].contiguous(), sent.new_empty(size, width + FACTOR_WORDS)
         _pack(total.unsqueeze(0), mine)
         gather_rows(sums, mine, self.group)

@@ -15,8 +15,10 @@ from torch import Tensor, nn
 
 from instep.errors import UsageError
 from instep.train.reduce.bucket import Bucket, Transport
+from instep.train.reduce.exact_sum import round_to
+from instep.train.reduce.lanes import Lanes
 from instep.train.reduce.reducer import Reducer
-from instep.train.reduce.slot_tree import carries
+from instep.train.reduce.slot_tree import SlotTree, carries
 from instep.train.reduce.words import Table
 from instep.train.world import World
 
@@ -32,12 +34,19 @@ class Node:
 
 
 class ExactReducer(Reducer):
-    """num_slots: of this rank in a full step; a power of two, or any number on one process."""
+    """num_slots: of this rank in a full step; a power of two, or any number on one process. rounding: each gradient of
+    a slot and each sum is rounded to this type, which is what ranks send each other then."""
 
-    in_order = True
-
-    def __init__(self, parameters: Sequence[nn.Parameter], world: World, transport: Transport, num_slots: int) -> None:
+    def __init__(
+        self,
+        parameters: Sequence[nn.Parameter],
+        world: World,
+        transport: Transport,
+        num_slots: int,
+        rounding: torch.dtype | None,
+    ) -> None:
         self.num_positions = num_slots
+        self._rounding = rounding
         self._nodes: dict[int, Node] = {}  # by level: complete left subtrees
         self._free: list[Node] = []
         self._scratch: dict[int, Bucket] = {}
@@ -48,6 +57,7 @@ class ExactReducer(Reducer):
 
     def _adopt(self) -> None:
         super()._adopt()
+        self.lanes = Lanes(self.parameters, lambda: SlotTree(self._rounded))
         self._direct, self._built = False, True
         self._nodes, self._free, self._scratch = {}, [], {}
         # The layout may not depend on which rank saw which gradient first.
@@ -90,10 +100,10 @@ class ExactReducer(Reducer):
             raise UsageError("exact=True takes no sparse gradients: make the embedding with sparse=False.")
         parameter.grad = None  # the next slot's gradient comes as a tensor of its own
         if self._last_micro_batch:
-            _put(self._view(i), self._filled, i, gradient)
+            self._put(self._view(i), self._filled, i, gradient)
         else:
             self._leaf = self._leaf or self._new_node()
-            _put(self._leaf.views[i], self._leaf.filled, i, gradient)
+            self._put(self._leaf.views[i], self._leaf.filled, i, self._rounded(gradient))
         return True
 
     def _end_slot(self) -> None:
@@ -106,7 +116,7 @@ class ExactReducer(Reducer):
             if left is not None and node is not None:
                 for i, view in enumerate(node.views):
                     if node.filled[i]:
-                        _put(left.views[i], left.filled, i, view)
+                        self._put(left.views[i], left.filled, i, view)
                 self._free.append(node)
             node = left if left is not None else node
         if node is not None:
@@ -132,9 +142,22 @@ class ExactReducer(Reducer):
             for level in sorted(self._nodes):
                 node = self._nodes[level]
                 if node.filled[i]:
-                    _put(view, self._filled, i, node.views[i])
+                    self._put(view, self._filled, i, node.views[i])
             if not self._filled[i]:
                 view.fill_(ABSENT)
+
+    def _put(self, target: Tensor, filled: bytearray, i: int, value: Tensor) -> None:
+        """Adds to what is there, or is the first."""
+        if filled[i]:
+            target.add_(value)
+        else:
+            target.copy_(value)
+            filled[i] = 1
+        if self._rounding is not None:
+            target.copy_(target.to(self._rounding))
+
+    def _rounded(self, value: Tensor) -> Tensor:
+        return value if self._rounding is None else round_to(value, self._rounding)
 
     # -- the update
 
@@ -178,12 +201,3 @@ class ExactReducer(Reducer):
     def flush(self, what: str) -> None:
         super().flush(what)
         self._nodes = {}
-
-
-def _put(target: Tensor, filled: bytearray, i: int, value: Tensor) -> None:
-    """Adds to what is there, or is the first."""
-    if filled[i]:
-        target.add_(value)
-    else:
-        target.copy_(value)
-        filled[i] = 1

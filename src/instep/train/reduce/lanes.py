@@ -5,7 +5,7 @@ Lane 0 is the usual one call; its gradients lie where `param.grad` is. The gradi
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -44,12 +44,12 @@ class Lane:
 
 
 class Lanes:
-    """in_order: add gradients of later lanes in the tree over slots (exact), not one after the other."""
+    """tree_of: makes the tree over slots in which gradients of later lanes are added (exact); None: as they come."""
 
-    def __init__(self, parameters: Sequence[nn.Parameter], in_order: bool) -> None:
+    def __init__(self, parameters: Sequence[nn.Parameter], tree_of: Callable[[], SlotTree] | None = None) -> None:
         self.all: list[Lane] = []
         self.next = 0
-        self._parameters, self._in_order = parameters, in_order
+        self._parameters, self._tree_of = parameters, tree_of
         self._position = 0
         self._main: list[Tensor | None] = []
 
@@ -96,8 +96,10 @@ class Lanes:
         if self.next:
             lane = self.all[self.next]
             for i, parameter in enumerate(self._parameters):
-                if parameter.grad is not None and self._in_order:
-                    lane.trees.setdefault(i, SlotTree()).push(self._position, parameter.grad)
+                if parameter.grad is not None and self._tree_of is not None:
+                    if i not in lane.trees:
+                        lane.trees[i] = self._tree_of()
+                    lane.trees[i].push(self._position, parameter.grad)
                 elif parameter.grad is not None:
                     lane.gradients[i] = parameter.grad
                 parameter.grad = self._main[i]

@@ -34,7 +34,6 @@ SMALL_BYTES = 256 << 10  # in cache: zeroing and adding in place is cheaper than
 class Reducer:
     """Every rank makes the same calls, in the same order, except `begin_micro_batch` and what happens in a backward."""
 
-    in_order = False  # gradients of one slot are added to those of the slots before
     num_positions = 1  # words say the sums over this rank's micro-batches
 
     def __init__(self, parameters: Sequence[nn.Parameter], world: World, transport: Transport) -> None:
@@ -70,7 +69,7 @@ class Reducer:
         self._filled = bytearray(count)  # lane 0 has a gradient in the window
         self._used = np.zeros(count)  # any lane has
         self._late: dict[int, Tensor] = {}
-        self.lanes = Lanes(self.parameters, self.in_order)
+        self.lanes = Lanes(self.parameters)
         self._reference: float | None = None  # of lane 0 in this step, equal on all ranks
         self._handles: list[Any] = []
         for i, parameter in enumerate(self.parameters):

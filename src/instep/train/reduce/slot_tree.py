@@ -7,6 +7,8 @@ absent from the tree, which is what -0.0 does in an addition: x + -0.0 is x, bit
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from torch import Tensor
 
 
@@ -16,9 +18,13 @@ def carries(position: int) -> int:
 
 
 class SlotTree:
-    """One tensor's tree, fed in the order of positions. Keeps at most log2(n) partial sums."""
+    """One tensor's tree, fed in the order of positions. Keeps at most log2(n) partial sums.
 
-    def __init__(self) -> None:
+    rounded: applied to each value and each sum.
+    """
+
+    def __init__(self, rounded: Callable[[Tensor], Tensor]) -> None:
+        self._rounded = rounded
         self._nodes: dict[int, Tensor] = {}  # by level, the root of a complete left subtree
         self._next = 0
 
@@ -26,13 +32,13 @@ class SlotTree:
         """Positions that are passed over are absent."""
         while self._next < position:
             self._settle(None)
-        self._settle(value)
+        self._settle(self._rounded(value))
 
     def _settle(self, value: Tensor | None) -> None:
         node = value
         for level in range(carries(self._next)):
             left = self._nodes.pop(level, None)
-            node = left if node is None else node if left is None else left + node
+            node = left if node is None else node if left is None else self._rounded(left + node)
         if node is not None:
             self._nodes[carries(self._next)] = node
         self._next += 1
@@ -41,5 +47,5 @@ class SlotTree:
         """The sum when all later slots are absent."""
         node: Tensor | None = None
         for level in sorted(self._nodes):
-            node = self._nodes[level] if node is None else self._nodes[level] + node
+            node = self._nodes[level] if node is None else self._rounded(self._nodes[level] + node)
         return node
