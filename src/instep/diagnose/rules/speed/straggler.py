@@ -21,8 +21,9 @@ from instep.diagnose.run_view import RunView, short
 from instep.diagnose.time_shares import measure_shares
 from instep.records.finding import Finding
 
-MIN_RATIO = 1.5
-MIN_SHARE = 0.25  # of a step, that the others lose
+MIN_RATIO = 2.0
+MIN_SHARE = 0.3  # of a step, that the others lose
+MIN_SECONDS = 0.008  # per step: less is the noise of a busy machine
 
 
 def check(run: RunView) -> Iterator[Finding]:
@@ -34,7 +35,7 @@ def check(run: RunView) -> Iterator[Finding]:
     others = sorted(seconds for rank, seconds in own.items() if rank != slow)
     middle = others[len(others) // 2]
     step = found[slow].total_seconds / found[slow].steps
-    if own[slow] < MIN_RATIO * middle or own[slow] - middle < MIN_SHARE * step:
+    if own[slow] < MIN_RATIO * middle or own[slow] - middle < max(MIN_SECONDS, MIN_SHARE * step):
         return
     kind, where = found[slow].largest_excess(next(shares for rank, shares in found.items() if rank != slow)), None
     view = run.by_rank[slow]
