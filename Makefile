@@ -26,7 +26,7 @@ format: $(VENV)/ready-lint
 	$(VENV)/bin/ruff format .
 
 docs: $(VENV)/ready-docs
-	$(VENV)/bin/mkdocs build --strict
+	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --strict
 
 install: $(VENV)/ready
 
