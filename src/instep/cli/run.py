@@ -192,7 +192,7 @@ def diagnose_run(run_dir: RunDir) -> list[Finding]:
 def report(spec: LaunchSpec, outcome: Outcome) -> None:
     """The last words: the failing rank's own, then the findings, which are kept in findings.json too."""
     run_dir = RunDir(Path(spec.run_dir))
-    findings = diagnose_run(run_dir) if spec.watch else []
+    findings = diagnose_run(run_dir) if spec.watch and run_dir.ranks() else []
     explained = any(one.id.split("/")[0] in _EXPLAIN_AN_END or one.id in _EXPLAIN_A_STALL for one in findings)
     own = [outcome.crash] if outcome.crash is not None and not explained else []
     write_json(run_dir.findings, [finding.as_json() for finding in [*own, *findings]])

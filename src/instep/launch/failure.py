@@ -63,14 +63,17 @@ def _headline(guilty: RankState, same: list[RankState], group: GroupState) -> st
     return f"instep: {names} {where} {how}{attempt}"
 
 
+def describe_error(error: dict[str, Any]) -> str:
+    """An exception as the user should read it: its traceback, or its sentence when it is one of ours."""
+    return f"{error['type']}: {error['message']}{_at(error)}" if error["is_usage"] else error["text"].rstrip("\n")
+
+
 def _own_words(guilty: RankState, run_dir: RunDir) -> str:
     error = guilty.error
-    if error is not None and error["is_usage"]:
-        return f"{error['type']}: {error['message']}{_at(error)}"
-    if error is not None and error["printed"]:  # by a hook of the user's, in its own way
+    if error is not None and error["printed"] and not error["is_usage"]:  # by a hook of the user's, in its own way
         return f"{_summary(guilty)}{_at(error)}"
     if error is not None:
-        return error["text"].rstrip("\n")
+        return describe_error(error)
     site = read_crash_site(run_dir.rank(guilty.place.rank).crash)
     return f"  at {site}: {site.source}" if site is not None else ""
 
@@ -135,12 +138,18 @@ def read_crash_site(path: Path) -> CallSite | None:
         text = path.read_text(encoding="utf-8", errors="replace")
     except OSError:
         return None
-    current = text.partition("Current thread")[2] or text
-    frames = [CallSite(match["file"], int(match["line"])) for match in _FRAME.finditer(current.partition("\n\n")[0])]
-    own = [frame for frame in frames if "site-packages" not in frame.file and "/instep/launch/" not in frame.file]
-    chosen = next((frame for frame in own if not re.search(r"/lib(64)?/python\d", frame.file)), None)
-    chosen = chosen or (frames[0] if frames else None)
+    # The thread that crashed, or, when that was one of C++ (as gloo's), the others; the main thread comes last.
+    threads = sorted(text.split("\n\n"), key=lambda thread: "Current thread" not in thread)
+    stacks = [[CallSite(m["file"], int(m["line"])) for m in _FRAME.finditer(thread)] for thread in threads]
+    crashed = "Current thread" in threads[0] and bool(stacks[0])
+    candidates = stacks[:1] if crashed else [stacks[0], *reversed(stacks[1:])]
+    own = [frame for stack in candidates for frame in stack if _is_users(frame.file)]
+    chosen = next(iter(own), None) or next((frame for stack in candidates for frame in stack), None)
     return None if chosen is None else CallSite(chosen.file, chosen.line, _source_line(chosen))
+
+
+def _is_users(file: str) -> bool:
+    return not ("site-packages" in file or "/instep/launch/" in file or re.search(r"/lib(64)?/python\d|^<", file))
 
 
 def _source_line(site: CallSite) -> str:

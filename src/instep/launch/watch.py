@@ -23,13 +23,14 @@ from instep.launch import channel
 from instep.launch.agent_link import AgentLink
 from instep.launch.console import Console
 from instep.launch.decide import BeginStop, Decision, Finish, Restart, Send, TellAgent, Wait, decide
+from instep.launch.failure import describe_error
 from instep.launch.group_state import GroupState, RankState, Stop
 from instep.launch.rank_process import RankStarter
 from instep.launch.spawn import Zygote
 from instep.records.launch_spec import LaunchSpec, RankPlace
 
 TICK_SECONDS = 0.2
-ANNOUNCE_SECONDS = 1.5  # after an exception whose process does not end, to show it before the run's end
+ANNOUNCE_SECONDS = 5.0  # after an exception whose process does not end, to show it before the run's end
 SWEEP_GRACE_SECONDS = 1.0  # for processes that ranks have left behind, to end by themselves and after SIGTERM
 SWEEP_HASTE_SECONDS = 0.2  # the same when the run was stopped or failed
 
@@ -137,7 +138,7 @@ class Watch:
             if rank.error is not None and not rank.announced and now - rank.error["time"] >= ANNOUNCE_SECONDS:
                 rank.announced = True
                 self.console.say(f"rank {rank.place.rank} has raised an exception, but its process has not ended:")
-                self.console.print_raw(rank.error["text"])
+                self.console.print_raw(describe_error(rank.error) + "\n")
 
     def on_signal(self, number: int) -> None:
         """Ctrl-C ends the run, a second one at once; SIGTERM and its like are passed on and give time to save."""
