@@ -95,8 +95,8 @@ def _processes(record: Record) -> str:
 
 def why_rates(pair: Pair, row: StepRow) -> Cause:
     one, two = row.rates[0], row.rates[1]
-    line = pair.other.step(max(1, pair.number - 1))[0].facts.get("scheduler_line", "")
-    calls = [sum(record.step(k)[0].facts["scheduled"] for k in range(1, pair.number)) for record in
+    line = pair.other.step(pair.number)[0].facts.get("scheduler_line", "")
+    calls = [sum(record.step(k)[0].facts["scheduled"] for k in range(1, pair.number + 1)) for record in
              (pair.reference, pair.other)]  # fmt: skip
     if pair.number > 1 and calls[0] != calls[1]:
         return Cause(

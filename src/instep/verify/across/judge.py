@@ -36,7 +36,7 @@ def compare_runs(reference: Record, other: Record, exact: bool) -> Comparison:
         result.rows.append(row)
         if not result.partings and not result.open_questions:
             _judge_step(result, Pair(reference, other, number), row, exact)
-    if not result.open_questions:
+    if not result.open_questions and not result.by_rights:
         until = min((parting.step for parting in result.partings), default=len(result.rows) + 1) - 1
         metric = judge_metrics(reference, other, min(until, len(result.rows)))
         result.partings += [metric] if metric is not None else []

@@ -112,6 +112,7 @@ def watch_parameter(recording: Recording, parameter: torch.nn.Parameter) -> None
     parameter._instep_recorded = True  # type: ignore[attr-defined]
     key = id(parameter)
     reference = weakref.ref(parameter)
+    recording.watched.append(reference)
 
     def add(gradient: torch.Tensor) -> None:
         owner = reference()

@@ -49,7 +49,7 @@ def flatten(tensor: torch.Tensor) -> torch.Tensor:
 def digest(tensor: torch.Tensor) -> str:
     """Equal for tensors whose elements have the same bits."""
     flat = flatten(tensor).to("cpu").contiguous()
-    return hash_bytes(memoryview(flat.view(torch.uint8).numpy()))
+    return hash_bytes(flat.view(torch.uint8).numpy())
 
 
 def hash_bytes(data: Any) -> str:

@@ -7,6 +7,7 @@ import os
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -48,6 +49,7 @@ class Recording:
         self.closed = False
         self.skimming = False
         self.wants_next_epoch: Callable[[], bool] = lambda: False
+        self.watched: list[weakref.ref[Any]] = []  # parameters whose gradients are summed up
         self.local: dict[int, numpy.ndarray[Any, Any]] = {}
         self.reduced: dict[int, numpy.ndarray[Any, Any]] = {}
         self.step = new_step()
@@ -65,7 +67,7 @@ class Recording:
             self._lines.write(json.dumps({"kind": kind, "after": self.num_updates, **facts}) + "\n")
             self._lines.flush()
 
-    def finish_update(self, facts: dict[str, Any], arrays: dict[str, numpy.ndarray[Any, Any]]) -> None:
+    def finish_update(self, facts: dict[str, Any], arrays: dict[str, Any]) -> None:
         """An optimizer has stepped."""
         if self.closed or self.num_updates >= self.wanted_updates:
             return

@@ -30,7 +30,7 @@ def record_traffic(recording: Recording) -> None:
 
 def _wrap_sum(recording: Recording, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
     def reduce(tensor: Any, *args: Any, **kwargs: Any) -> Any:
-        small = _is_metric(tensor) and not recording.closed and not kwargs.get("async_op")
+        small = _is_metric(recording, tensor) and not recording.closed and not kwargs.get("async_op")
         line = users_line() if small else ""
         before = tensor.detach().reshape(-1).double().tolist() if line else []
         result = original(tensor, *args, **kwargs)
@@ -45,13 +45,14 @@ def _wrap_sum(recording: Recording, name: str, original: Callable[..., Any]) -> 
     return reduce
 
 
-def _is_metric(tensor: Any) -> bool:
+def _is_metric(recording: Recording, tensor: Any) -> bool:
     return (
         isinstance(tensor, torch.Tensor)
         and tensor.numel() <= _MOST_NUMBERS
         and not isinstance(tensor, torch.nn.Parameter)
         and not tensor.requires_grad
         and not tensor.is_complex()
+        and not any((owner := one()) is not None and owner.grad is tensor for one in recording.watched)
     )
 
 
