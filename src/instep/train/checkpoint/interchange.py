@@ -148,7 +148,7 @@ def _whole(tensor: torch.Tensor) -> torch.Tensor:
 
 def convert_weights(source: Path, target: Path, name: str | None = None) -> int:
     """Weights of any format that can be read, as one .safetensors or .pt file; how many tensors. Raises OSError."""
-    weights = open_weights(source, name)
+    weights = open_weights(source, name, must_match=True)
     described = weights.source.described
     tensors = {key: torch.empty(each.shape, dtype=each.dtype) for key, each in described.items()}
     weights.source.read(tensors)

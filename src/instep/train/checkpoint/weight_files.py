@@ -32,22 +32,23 @@ class Weights:
     has_more: bool = False
 
 
-def open_weights(path: Path, name: str | None = None) -> Weights:
-    """name: which model of an instep checkpoint; does not matter where it holds one. Raises CheckpointError."""
+def open_weights(path: Path, name: str | None = None, must_match: bool = False) -> Weights:
+    """name: which model of an instep checkpoint; where it holds one, another name is an error only with `must_match`.
+    Raises CheckpointError."""
     if not path.exists():
         raise CheckpointError(f"{path} does not exist.")
     if path.is_dir():
-        return _open_folder(path, name)
+        return _open_folder(path, name, must_match)
     if path.suffix == ".safetensors":
         return Weights(index_files([path]), {})
     return Weights(InMemory(read_torch_file(path)), {})
 
 
-def _open_folder(path: Path, name: str | None) -> Weights:
+def _open_folder(path: Path, name: str | None, must_match: bool) -> Weights:
     if CheckpointDir(path).complete.exists():
-        return _open_ours(path, name)
+        return _open_ours(path, name, must_match)
     if RunDir(path).checkpoints.is_dir() or RunDir(path.parent).checkpoints == path:
-        return _open_ours(_newest(path), name)
+        return _open_ours(_newest(path), name, must_match)
     for index in sorted(path.glob("*.index.json")):
         return _open_indexed(index)
     files = sorted(path.glob("*.safetensors"))
@@ -64,7 +65,7 @@ def _open_folder(path: Path, name: str | None) -> Weights:
     )
 
 
-def _open_ours(path: Path, name: str | None) -> Weights:
+def _open_ours(path: Path, name: str | None, must_match: bool) -> Weights:
     try:
         manifest = read_manifest(path)
         problems = find_damage(path, manifest)
@@ -73,7 +74,7 @@ def _open_ours(path: Path, name: str | None) -> Weights:
     if problems or manifest is None:
         raise CheckpointError(f"the checkpoint {path} cannot be read: {'; '.join(problems)}.")
     models = json.loads(CheckpointDir(path).values.read_bytes())["models"]
-    if len(models) == 1:
+    if len(models) == 1 and not (must_match and name is not None):
         (name,) = models
     if name not in models:
         raise CheckpointError(f"{path} holds the models {', '.join(models)}; name the one that is meant.")
