@@ -25,6 +25,10 @@ class FakeRun:
         self.finished = True
 
 
+class NoKey(Exception):
+    """What wandb raises for what the user has to do."""
+
+
 @pytest.fixture
 def wandb_runs(monkeypatch) -> list[FakeRun]:
     runs: list[FakeRun] = []
@@ -35,6 +39,7 @@ def wandb_runs(monkeypatch) -> list[FakeRun]:
 
     module = types.ModuleType("wandb")
     module.init = init  # type: ignore[attr-defined]
+    module.errors = types.SimpleNamespace(Error=NoKey)  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "wandb", module)
     return runs
 
@@ -85,6 +90,18 @@ def test_a_resumed_run_goes_on_with_the_same_curves(tmp_path, wandb_runs):
     for _ in range(2):
         Observer(directory=tmp_path, is_main=True, arguments={}, trackers=["wandb"], stream=io.StringIO()).close()
     assert [run.arguments["id"] for run in wandb_runs] == [None, "fresh"]
+
+
+def test_a_tracker_that_refuses_is_one_sentence(tmp_path, wandb_runs, monkeypatch):
+    def init(**arguments):
+        raise NoKey("No API key configured.\nUse `wandb login` to log in.")
+
+    monkeypatch.setattr(sys.modules["wandb"], "init", init)
+    with pytest.raises(UsageError) as caught:
+        open_trackers(["wandb"], tmp_path, {})
+    assert str(caught.value) == (
+        "the tracker 'wandb' did not start: No API key configured. Use `wandb login` to log in. Or leave 'wandb' out."
+    )
 
 
 def test_other_ranks_open_no_tracker(tmp_path, wandb_runs):

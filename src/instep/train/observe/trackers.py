@@ -46,11 +46,23 @@ def _open_tensorboard(directory: Path, arguments: dict[str, Any]) -> Tracker:
 
 
 def _open_wandb(directory: Path, arguments: dict[str, Any]) -> Tracker:
-    return WeightsAndBiases(_require("wandb", "wandb"), directory, arguments)
+    wandb = _require("wandb", "wandb")
+    try:
+        return WeightsAndBiases(wandb, directory, arguments)
+    except wandb.errors.Error as error:
+        raise _refused("wandb", error) from None
 
 
 def _open_mlflow(directory: Path, arguments: dict[str, Any]) -> Tracker:
-    return MLflow(_require("mlflow", "mlflow"), directory, arguments)
+    mlflow = _require("mlflow", "mlflow")
+    try:
+        return MLflow(mlflow, directory, arguments)
+    except mlflow.exceptions.MlflowException as error:
+        raise _refused("mlflow", error) from None
+
+
+def _refused(name: str, error: Exception) -> UsageError:
+    return UsageError(f"the tracker {name!r} did not start: {' '.join(str(error).split())} Or leave {name!r} out.")
 
 
 OPENERS: dict[str, Callable[[Path, dict[str, Any]], Tracker]] = {
