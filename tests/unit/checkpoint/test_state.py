@@ -235,3 +235,6 @@ def test_sparse_and_meta_tensors_are_refused_by_name() -> None:
         capture({"net": model}, {})
     with pytest.raises(UsageError, match=r"model/net/weight has no numbers yet \(device meta\)"):
         capture({"net": nn.Linear(2, 2, device="meta")}, {})
+    wide = nn.Linear(2, 2, dtype=torch.complex128)
+    with pytest.raises(UsageError, match=r"model/net/weight has type torch.complex128, which a checkpoint cannot hold"):
+        capture({"net": wide}, {})

@@ -61,7 +61,7 @@ class FileImage:
     """The buffer. It must not be staged into while a write of it goes on."""
 
     def __init__(self, device: torch.device) -> None:
-        self._pinned = device.type == "cuda"  # only then can the copy from the device run at full speed
+        self._device = device
         self._buffer = torch.empty(0, dtype=torch.uint8)
         self._reserving: threading.Thread | None = None
         self._used = 0
@@ -88,7 +88,7 @@ class FileImage:
         for (_, piece), (begin, end) in zip(pieces, spans):
             if begin < end:
                 room = self._buffer[begin:end].view(piece.local.dtype).view(piece.sizes)
-                room.copy_(piece.local, non_blocking=True)
+                room.copy_(piece.local, non_blocking=piece.local.is_cuda)
         if any(piece.local.is_cuda for _, piece in pieces):
             torch.cuda.current_stream().synchronize()
         self._used = num_bytes
@@ -97,7 +97,9 @@ class FileImage:
         return self._buffer[: self._used].numpy().data
 
     def _allocate(self, num_bytes: int) -> None:
-        buffer = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=self._pinned)
-        if not self._pinned:
-            buffer[::4096] = 0  # touches each page
-        self._buffer = buffer
+        if self._device.type == "cuda":  # pinned, so that the copy from the device runs at full speed
+            torch.cuda.set_device(self._device)  # a thread begins on device 0
+            self._buffer = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+        else:
+            self._buffer = torch.empty(num_bytes, dtype=torch.uint8)
+            self._buffer[::4096] = 0  # touches each page

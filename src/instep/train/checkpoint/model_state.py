@@ -10,6 +10,7 @@ from torch import nn
 
 from instep.errors import UsageError
 from instep.train.checkpoint.encode import JSON, decode_state, encode_state, tensor_names
+from instep.train.checkpoint.file_image import is_storable
 from instep.train.checkpoint.names import plain_name, unwrap
 from instep.train.checkpoint.source import Differences, Source
 
@@ -42,8 +43,10 @@ def check_storable(name: str, tensor: torch.Tensor) -> None:
         raise UsageError(f"{name} is a {kind} tensor, which a checkpoint cannot hold; keep it dense, or leave it out.")
     if tensor.is_meta:
         raise UsageError(f"{name} has no numbers yet (device meta); load or initialise the model before saving.")
-    if tensor.dtype in (torch.complex128, torch.complex32):
-        raise UsageError(f"{name} has type {tensor.dtype}, which a checkpoint cannot hold; complex64 it can.")
+    if not is_storable(tensor.dtype):
+        raise UsageError(
+            f"{name} has type {tensor.dtype}, which a checkpoint cannot hold; it holds real numbers and complex64."
+        )
 
 
 class ModelTarget:
