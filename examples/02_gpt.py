@@ -24,7 +24,7 @@ import instep
 
 CONTEXT = 128  # tokens the model looks back on
 HELD_OUT = 20  # every 20th file is kept for the held-out loss
-PIECES = re.compile(r" ?\w+| ?[^\s\w]+|\n *|\s")  # what a token never crosses
+PIECES = re.compile(r" ?\w+| ?[^\s\w]+|\n *| +|\s")  # what a token never crosses
 
 
 def read_sources(most_bytes: int) -> tuple[str, str]:
@@ -169,7 +169,7 @@ def held_out_loss(run: instep.Run, model: nn.Module, loader) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="A GPT on the sources of Python's standard library.")
-    parser.add_argument("--steps", type=int, default=1400)
+    parser.add_argument("--steps", type=int, default=1200)
     parser.add_argument("--text-kb", type=int, default=4000, help="how much source text to use")
     parser.add_argument("--vocabulary", type=int, default=1536, help="tokens: bytes and frequent sequences of them")
     parser.add_argument("--width", type=int, default=256)
@@ -204,7 +204,7 @@ def main() -> None:
                 run.print(f"step {step.index + 1}: train loss {step.loss:.3f}, held-out loss {loss:.3f} per token")
         run.save()
         if run.is_main:
-            prompt = tokenizer.encode("class Queue:\n    def ").to(run.device)
+            prompt = tokenizer.encode("class Queue:\n    def __init__(self").to(run.device)
             print("-" * 80, tokenizer.decode(model.write(prompt[None], 200)[0].tolist()), "-" * 80, sep="\n")
             print(f"run directory: {args.dir} (metrics, checkpoints)")
 
