@@ -80,7 +80,8 @@ def why_samples(pair: Pair) -> Cause:
         f"The samples of the step are others; in {whole.total()} samples of all steps, {seen}. Which samples come when "
         "depends on the number of processes: each rank shuffles a part of its own, or draws with a seed of its own.",
         "Shuffle the whole dataset by a seed and the epoch alone, equally on all ranks, and give each rank every N-th "
-        "sample of that order, as DistributedSampler with set_epoch and instep.Run's loader do.",
+        "sample of that order, as DistributedSampler with set_epoch and instep.Run's loader do (in accelerate: "
+        "DataLoaderConfiguration(use_seedable_sampler=True)).",
         line,
     )
 

@@ -51,6 +51,7 @@ def _wrap_backward(
         if recording.is_done and not recording.wants_next_epoch():
             recording.end_script()
         _note_loss(recording, scaling, tensors)
+        recording.reduced.clear()  # taken before this pass, as by clipping in the middle of a group
         calls.in_backward = True
         try:
             return original(tensors, *args, **kwargs)

@@ -76,7 +76,6 @@ class Recording:
         source, samples = self.samples.take()
         self.note("update", **self.step, **facts, sample_source=source, samples=samples)
         self.step = new_step()
-        self.reduced.clear()
 
     @property
     def wanted_updates(self) -> int:
@@ -149,14 +148,19 @@ def named(recording: Recording, optimizer: torch.optim.Optimizer) -> dict[str, t
         inner = unwrap(model)
         prefix = f"model{number}." if len(recording.models) > 1 else ""
         for name, parameter in inner.named_parameters():
-            names.setdefault(
-                id(parameter), prefix + name.replace("_orig_mod.", "").replace("_fsdp_wrapped_module.", "")
-            )
+            names.setdefault(id(parameter), prefix + plain_name(name))
     found: dict[str, torch.nn.Parameter] = {}
     for number, group in enumerate(optimizer.param_groups):
         for place, parameter in enumerate(group["params"]):
             found[names.get(id(parameter), f"group{number}.{place}")] = parameter
     return found
+
+
+def plain_name(name: str) -> str:
+    """Without what torch.compile, FSDP and Lightning Fabric put into it."""
+    for part in ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_forward_module.module."):
+        name = name.replace(part, "")
+    return name.removeprefix("_forward_module.")
 
 
 def unwrap(model: torch.nn.Module) -> torch.nn.Module:

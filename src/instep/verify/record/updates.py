@@ -14,7 +14,7 @@ from instep.verify.record.forwards import WRAPPED
 from instep.verify.record.gradients import Scaling, capture_reduced, wrapper_of
 from instep.verify.record.patch import replace
 from instep.verify.record.prints import print_tensor
-from instep.verify.record.state import Recording, digests_of, named, prints_of, unwrap, users_line
+from instep.verify.record.state import Recording, digests_of, named, plain_name, prints_of, unwrap, users_line
 
 
 class Steps:
@@ -102,7 +102,7 @@ def _before(recording: Recording, steps: Steps, scaling: Scaling, optimizer: tor
         "uses_run": recording.uses_run,
         "line": users_line(2),
         "names": list(parameters),
-        "model_names": [name for model in recording.models for name, _ in unwrap(model).named_parameters()],
+        "model_names": [plain_name(name) for model in recording.models for name, _ in unwrap(model).named_parameters()],
         "shapes": [list(p.shape) for p in parameters.values()],
         "dtypes": sorted({str(p.dtype).removeprefix("torch.") for p in parameters.values()}),
         "rates": [float(group["lr"]) for group in optimizer.param_groups if "lr" in group],
@@ -148,6 +148,7 @@ def _after(recording: Recording, steps: Steps, optimizer: torch.optim.Optimizer)
     recording.finish_update(steps.facts | facts, arrays)
     for parameter in parameters.values():
         recording.local.pop(id(parameter), None)
+        recording.reduced.pop(id(parameter), None)
 
 
 def _statistics_of(recording: Recording) -> list[str]:
