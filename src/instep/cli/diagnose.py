@@ -52,7 +52,7 @@ def find_run(path: Path) -> Path:
     if RunDir(path).ranks():
         return path
     peer = read_json(RunDir(path).peer)
-    other = Path(peer["peer"]) if isinstance(peer, dict) and "peer" in peer else None
+    other = Path(str(peer["peer"])) if peer else None
     if other is not None and RunDir(other).ranks():
         return other
     raise UsageError(

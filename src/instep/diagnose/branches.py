@@ -104,8 +104,8 @@ def _guards_before(source: Source, node: ast.AST) -> Iterator[ast.If]:
     """`if ...: return` and the like before a statement in the same block."""
     parent = source.parents.get(node)
     for block in ("body", "orelse", "finalbody"):
-        rows = getattr(parent, block, None)
-        if isinstance(rows, list) and node in rows:
+        rows: list[ast.AST] = getattr(parent, block, None) or []
+        if node in rows:
             for row in reversed(rows[: rows.index(node)]):
                 if isinstance(row, ast.If) and isinstance(row.body[-1], (ast.Return, ast.Continue, ast.Break)):
                     yield row

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from instep.diagnose.run_view import RankView, RunView
 from instep.diagnose.slices import call_at, definitions
-from instep.diagnose.source import load
+from instep.diagnose.source import Source, load
 from instep.records.event import Event
 from instep.records.finding import CallSite
 
@@ -42,7 +42,7 @@ def loader_keys(view: RankView) -> dict[int, Key]:
     for event in view.named("loader"):
         site = view.site(event["site"])
         place = (site.file, site.line) if site else ("", 0)
-        keys[event["loader"]] = (*place, counts.get(place, 0))
+        keys[event["loader"]] = (place[0], place[1], counts.get(place, 0))
         counts[place] = counts.get(place, 0) + 1
     return keys
 
@@ -111,7 +111,7 @@ def _data_arguments(call: ast.Call) -> Iterator[ast.AST]:
             yield word.value
 
 
-def _smallest_on_rank(source, node: ast.AST) -> ast.AST | None:  # type: ignore[no-untyped-def]
+def _smallest_on_rank(source: Source, node: ast.AST) -> ast.AST | None:
     """The statement of an expression that depends on the rank, itself and not by way of another variable."""
     if source.depends_on_rank(node) and not isinstance(node, ast.Name):
         return node

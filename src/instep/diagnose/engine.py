@@ -55,7 +55,7 @@ def _ask(name: str, check: Check, run: RunView) -> Iterator[Finding]:
 
 def fold(findings: list[Finding]) -> list[Finding]:
     """Drops what another finding explains. `explains` may name a family as `hang/*`; it keeps the ids that were there."""
-    kept = []
+    kept: list[Finding] = []
     for finding in findings:
         by = [one for one in findings if one is not finding and _explains(one, finding)]
         if not any(not _explains(finding, one) or findings.index(one) < findings.index(finding) for one in by):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 from instep.diagnose.branches import Fork, compare
@@ -34,29 +34,29 @@ def classify(run: RunView) -> Hang | None:
         return None
     waiting = tuple(one for one in run.positions if one.rank in run.stall["waiting"])
     outside = tuple(one for one in run.positions if one.rank in run.stall["outside"])
-    base = dict(waiting=waiting, outside=outside, proven=run.stall["proven"])
+    base = Hang("", waiting, outside, run.stall["proven"])
     if all(one.operation == "destroy_process_group" for one in waiting + outside):
-        return Hang("backend-does-not-end", **base)
+        return replace(base, kind="backend-does-not-end")
     error = find_swallowed(run)
     if error is not None:
-        return Hang("error-swallowed", error=error, **base)
+        return replace(base, kind="error-swallowed", error=error)
     mispairing = find_mispairing(run)
     if mispairing is not None and mispairing.sizes_differ:
-        return Hang("different-sizes", mispairing=mispairing, **base)
+        return replace(base, kind="different-sizes", mispairing=mispairing)
     if mispairing is not None and mispairing.is_silent:
-        return Hang("silent", mispairing=mispairing, **base)
+        return replace(base, kind="silent", mispairing=mispairing)
     uneven = find_uneven_lap(run)
     if uneven is not None:
-        return Hang("uneven-batches", uneven=uneven, **base)
+        return replace(base, kind="uneven-batches", uneven=uneven)
     if outside:
-        return Hang("rank-stuck-outside", **base)
+        return replace(base, kind="rank-stuck-outside")
     fork = _fork(waiting)
     if fork is not None:
         kinds = {"rank-branch": "some-ranks-only", "loop-left": "loop-left-early", "branch": "different-branches"}
-        return Hang(kinds.get(fork.kind, "collective-mismatch"), fork=fork, mispairing=mispairing, **base)
+        return replace(base, kind=kinds.get(fork.kind, "collective-mismatch"), fork=fork, mispairing=mispairing)
     if len({(one.operation, one.sequence) for one in waiting}) == 1:
-        return Hang("no-answer", **base)
-    return Hang("collective-mismatch", mispairing=mispairing, **base)
+        return replace(base, kind="no-answer")
+    return replace(base, kind="collective-mismatch", mispairing=mispairing)
 
 
 def _fork(positions: tuple[Position, ...]) -> Fork | None:
@@ -91,7 +91,7 @@ def _is_echo(event: Event) -> bool:
 
 def cite_positions(run: RunView, positions: tuple[Position, ...]) -> tuple[Evidence, ...]:
     """One line per rank: where it is and for how long."""
-    rows = []
+    rows: list[Evidence] = []
     for one in positions:
         seconds = run.seconds_since(one.since)
         inner, outer = one.frames[:1], one.frames[-1:]

@@ -20,9 +20,9 @@ def explain_missing(run: RunView, mispairing: Mispairing) -> tuple[CallSite | No
     view = run.by_rank.get(mispairing.odd if mispairing.odd is not None else -1)
     if view is None:
         return None, ""
-    if mispairing.expected is None or mispairing.expected[1] is None:
+    operation, site = mispairing.expected or ("", None)
+    if site is None:
         return _explain_extra(mispairing)
-    operation, site = mispairing.expected
     if operation == "gradients":
         found = _explain_no_gradients(view, mispairing.step, site)
         if found is not None:

@@ -26,7 +26,10 @@ def same_group(run: RunView, wrapper: int) -> list[RankView]:
 
 
 def averages_otherwise(view: RankView, wrapper: int) -> bool:
-    """Whether the script averages parameters itself, or has its own communication hook."""
+    """Whether the script averages parameters itself, has its own communication hook, or lets ranks end at different
+    times (`Join`), so that equal steps need not have equal parameters."""
+    if view.named("join"):
+        return True
     return any(event["wrapper"] == wrapper for event in (*view.named("averaged-by-hand"), *view.named("comm-hook")))
 
 
@@ -47,8 +50,8 @@ def find_apart(run: RunView) -> tuple[int, int, str, float] | None:
 
 def _first_apart(views: list[RankView], wrapper: int) -> tuple[int, str, float] | None:
     tables = [_by_step(view, wrapper) for view in views]
-    common = sorted(set.intersection(*(set(table) for table in tables)))
-    parted = None
+    common = sorted(step for step in tables[0] if all(step in table for table in tables))
+    parted: tuple[int, str, float] | None = None
     for step in common:
         difference = _largest(views, wrapper, [table[step] for table in tables])
         if difference is None:
@@ -64,13 +67,13 @@ def _by_step(view: RankView, wrapper: int) -> dict[int, list[float | None]]:
 
 def _largest(views: list[RankView], wrapper: int, rows: list[list[float | None]]) -> tuple[str, float] | None:
     """First parameter whose numbers differ between ranks, compared by name."""
-    named = []
+    named: list[dict[str, float | None]] = []
     for view, row in zip(views, rows):
         names = wraps(view)[wrapper]["names"]
         named.append(dict(zip(names, row)))
     for name in named[0]:
-        values = [table[name] for table in named if table.get(name) is not None]
-        if len(values) == len(named) and (gap := _gap(values)) > _APART:  # type: ignore[arg-type]
+        values = [value for table in named if (value := table.get(name)) is not None]
+        if len(values) == len(named) and (gap := _gap(values)) > _APART:
             return name, gap
     return None
 

@@ -16,6 +16,9 @@ EQUAL_SIZES = ("all_reduce", "all_gather", "reduce", "broadcast", "gather", "all
 _MIN_HISTORY = 3  # steps of the same shape that make a habit
 
 
+Act = tuple[str, CallSite | None]  # an operation and the line it is started from
+
+
 @dataclass(frozen=True)
 class Slot:
     """Place number `sequence` in the default group, as one rank filled it. operation: `gradients` for what backward
@@ -50,7 +53,7 @@ def slots_of(view: RankView) -> dict[int, Slot]:
     """Slots by sequence number, as far back as the page goes."""
     found: dict[int, Slot] = {}
     entered: Mark | None = None
-    turn = 0
+    turn = entered_turn = 0
     for mark, turn in _with_turns(view.marks):
         stage = mark.kind.partition("-")[0]
         if stage == "enter":
@@ -97,14 +100,14 @@ class Mispairing:
     is_silent: bool
     odd: int | None = None
     sizes_differ: bool = False
-    expected: tuple[str, CallSite | None] | None = None
-    got: tuple[str, CallSite | None] | None = None
+    expected: Act | None = None
+    got: Act | None = None
 
 
 @cache
 def find_mispairing(run: RunView) -> Mispairing | None:
     """None when every collective met its like, as far as the pages tell."""
-    if not run.is_whole or uses_point_to_point(run) or len(run.ranks) < 2:
+    if not run.is_whole or counts_differ_rightly(run) or len(run.ranks) < 2:
         return None
     tables = {view.rank: slots_of(view) for view in run.ranks}
     if not all(tables.values()):
@@ -118,14 +121,15 @@ def find_mispairing(run: RunView) -> Mispairing | None:
     return None
 
 
-def uses_point_to_point(run: RunView) -> bool:
-    """Sends count in the sequence too, differently on each rank, so that counts say nothing."""
-    return any(view.named("point-to-point") for view in run.ranks)
+def counts_differ_rightly(run: RunView) -> bool:
+    """Sends count in the sequence too, differently on each rank, and a rank that has joined answers for others, so that
+    counts say nothing."""
+    return any(view.named("point-to-point") or view.named("join") for view in run.ranks)
 
 
 def _explain(run: RunView, tables: dict[int, dict[int, Slot]], slots: tuple[Slot, ...]) -> Mispairing:
     step, turn = min(slot.step for slot in slots), min(slot.turn for slot in slots)
-    departed = []
+    departed: list[tuple[int, Act | None, Act | None]] = []
     for rank, table in tables.items():
         shapes = _shapes(table)
         habit = _habit(shapes, turn)
@@ -137,11 +141,8 @@ def _explain(run: RunView, tables: dict[int, dict[int, Slot]], slots: tuple[Slot
     is_silent = all(max(table) > slots[0].sequence for table in tables.values())
     if len({slot.operation for slot in slots}) == 1 and slots[0].operation in EQUAL_SIZES:
         return Mispairing(slots, step, is_silent, sizes_differ=len({slot.site for slot in slots}) == 1)
-    odd = dict(zip(("odd", "expected", "got"), departed[0])) if len(departed) == 1 else {}
-    return Mispairing(slots, step, is_silent, **odd)
-
-
-Act = tuple[str, CallSite | None]
+    odd, expected, got = departed[0] if len(departed) == 1 else (None, None, None)
+    return Mispairing(slots, step, is_silent, odd, expected=expected, got=got)
 
 
 def _shapes(table: dict[int, Slot]) -> dict[int, tuple[Act, ...]]:
@@ -176,7 +177,7 @@ def _first_difference(
 
 def find_step_mismatch(run: RunView) -> dict[int, layout.StepMark] | None:
     """The first common optimizer step after which the ranks had taken part in different numbers of collectives."""
-    if not run.is_whole or uses_point_to_point(run) or any(view.page is None for view in run.ranks):
+    if not run.is_whole or counts_differ_rightly(run) or any(view.page is None for view in run.ranks):
         return None
     last = min(view.num_steps for view in run.ranks)
     first = max(1, max(view.num_steps for view in run.ranks) - layout.NUM_STEP_SLOTS + 1)

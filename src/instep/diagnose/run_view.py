@@ -7,7 +7,7 @@ import linecache
 import os
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -200,19 +200,19 @@ class RankView:
         here = frames[0].site if frames else None
         stage, _, what = mark.kind.partition("-")
         site = self.site(mark.site)
-        base = dict(rank=self.rank, frames=frames, since=mark.when, step=mark.step, sequence=mark.sequence)
+        base = Position(self.rank, "outside", "", here or site, frames, mark.when, mark.step, mark.sequence)
         if mark.kind == "ended":
-            return Position(kind="ended", operation="", site=None, **base)
+            return replace(base, kind="ended", site=None)
         if stage == "enter" and what == "collective":
-            return Position(kind="collective", operation=mark.operation, site=site, **base)
+            return replace(base, kind="collective", operation=mark.operation, site=site)
         waiting = self.pending
         if waiting is not None and (self.page.pending or stage == "enter"):
             name = waiting["operation"] + (" (gradients)" if what == "backward" and stage == "enter" else "")
             at = site if stage == "enter" else here
-            return Position(kind="collective", operation=name, site=at or here, **base)
+            return replace(base, kind="collective", operation=name, site=at or here)
         if stage == "enter":
-            return Position(kind=what, operation="", site=site, count=mark.count, **base)
-        return Position(kind="outside", operation="", site=here or site, **base)
+            return replace(base, kind=what, site=site, count=mark.count)
+        return base
 
     def cite(self, fact: str, source: str = "events.jsonl") -> Evidence:
         return Evidence(fact, f"rank{self.rank}/{source}", self.rank)
@@ -246,7 +246,8 @@ class RunView:
         return [view.position for view in self.ranks if view.position is not None]
 
     def stalled_rank(self, rank: int) -> dict[str, Any]:
-        return next((row for row in (self.stall or {}).get("ranks", ()) if row["rank"] == rank), {})
+        rows: list[dict[str, Any]] = (self.stall or {}).get("ranks", [])
+        return next((row for row in rows if row["rank"] == rank), {})
 
     def events(self, name: str) -> dict[int, list[Event]]:
         """Events of a name by rank; ranks without any are left out."""
@@ -284,7 +285,7 @@ def _is_process(pid: int, started: float) -> bool:
     return fields[0] != "Z" and int(fields[19]) / os.sysconf("SC_CLK_TCK") <= started + 1
 
 
-def read_json(path: Path) -> Any:
+def read_json(path: Path) -> dict[str, Any] | None:
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -313,7 +314,7 @@ def _own(frames: tuple[Frame, ...]) -> tuple[Frame, ...]:
 
 def _frames_of_dump(text: str) -> tuple[Frame, ...]:
     """The main thread's part of what faulthandler wrote: the last stack that has a line of the user's, else the last."""
-    stacks = []
+    stacks: list[tuple[Frame, ...]] = []
     for part in text.split("\n\n"):
         rows = [Frame(m["file"], int(m["line"]), m["name"], is_own(m["file"])) for m in _FRAME.finditer(part)]
         if rows:
@@ -325,5 +326,5 @@ def _frames_of_dump(text: str) -> tuple[Frame, ...]:
 def _frames_of_text(text: str) -> list[dict[str, Any]]:
     """The user's frames of a printed traceback, innermost first."""
     tail = text.rpartition("Traceback (most recent call last)")[2]
-    rows = [{"file": m["file"], "line": int(m["line"]), "name": m["name"]} for m in _TRACED.finditer(tail)]
-    return [row for row in reversed(rows) if is_own(row["file"])]
+    found = [m for m in _TRACED.finditer(tail) if is_own(m["file"])]
+    return [{"file": m["file"], "line": int(m["line"]), "name": m["name"]} for m in reversed(found)]

@@ -102,7 +102,12 @@ def _called(source: Source, node: ast.AST) -> list[tuple[ast.AST, Function]]:
     for call in (one for one in ast.walk(node) if isinstance(one, ast.Call)):
         name = getattr(call.func, "id", getattr(call.func, "attr", None))
         known = [function for function in source.functions() if function.name == name]
-        if not known and isinstance(call.func, ast.Name) and not name[:1].isupper() and name not in dir(builtins):
+        if (
+            not known
+            and isinstance(call.func, ast.Name)
+            and not call.func.id[:1].isupper()
+            and call.func.id not in dir(builtins)
+        ):
             known = [function for function in source.functions() if function.name == "forward"]  # most likely a model
         for function in known:
             found += [(one, function) for one in _own_nodes(function) if isinstance(one, (ast.Return, ast.Yield))]

@@ -186,7 +186,7 @@ class StallWatch:
         )
 
     def _write(self, stall: Stall, now: float) -> None:
-        ranks = []
+        ranks: list[dict[str, Any]] = []
         for watched in self._ranks.values():
             answered = layout.U64.unpack_from(watched.page, layout.ANSWER)[0] == self._request
             if not answered:

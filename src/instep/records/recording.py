@@ -38,7 +38,9 @@ U64 = struct.Struct("<Q")
 I64 = struct.Struct("<q")
 F64 = struct.Struct("<d")
 MARK = struct.Struct("<BBHIQIIQd")  # kind, operation, flags, site, sequence number, step, count, elements, monotonic
-STEP = struct.Struct("<QQIIIIIIdd")  # step, sequence, forwards, reduced backwards, backwards, batches, calls, site, lr, t
+STEP = struct.Struct(
+    "<QQIIIIIIdd"
+)  # step, sequence, forwards, reduced backwards, backwards, batches, calls, site, lr, t
 BATCH = struct.Struct("<IIIIQQQQ")  # loader, pass, index, flags, prints of up to four tensors
 
 KINDS = (
@@ -214,11 +216,11 @@ class Page:
     def marks(self, newest: int = NUM_MARK_SLOTS) -> list[Mark]:
         """The newest marks, oldest first."""
         end = self.num_marks
-        found = []
+        found: list[Mark] = []
         for index in range(max(0, end - min(newest, NUM_MARK_SLOTS)), end):
-            kind, operation, *rest = MARK.unpack_from(self.data, MARKS + index % NUM_MARK_SLOTS * MARK.size)
-            if 0 < kind < len(KINDS) and operation < len(OPERATIONS):
-                found.append(Mark(KINDS[kind], OPERATIONS[operation], *rest))
+            row = MARK.unpack_from(self.data, MARKS + index % NUM_MARK_SLOTS * MARK.size)
+            if 0 < row[0] < len(KINDS) and row[1] < len(OPERATIONS):
+                found.append(Mark(KINDS[row[0]], OPERATIONS[row[1]], *row[2:]))
         return found
 
     def last_mark(self) -> Mark | None:

@@ -137,7 +137,7 @@ def _describe(recorder: Recorder, loaders: Loaders, loader: Any, entry: Loader, 
             "sampler_rank": sampler.rank,
             "shuffles": sampler.shuffle,
             "seed": sampler.seed,
-            "padded": 0 if sampler.drop_last else sampler.total_size - _length(sampler.dataset),
+            "padded": 0 if sampler.drop_last else sampler.total_size - (_length(sampler.dataset) or 0),
             "sampler_site": loaders.sampler_sites.get(sampler, 0),
         }
     dataset = loader.dataset

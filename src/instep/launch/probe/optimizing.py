@@ -5,7 +5,6 @@ from __future__ import annotations
 import statistics
 import weakref
 from collections import deque
-from collections.abc import Callable
 from typing import Any
 
 import torch

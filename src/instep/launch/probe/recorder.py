@@ -18,6 +18,7 @@ from instep.launch.probe.sites import Sites
 from instep.records import recording as layout
 
 Answer = TypeVar("Answer")
+_WAITS = (layout.KIND_NUMBER["enter-collective"], layout.KIND_NUMBER["enter-backward"])
 
 
 class Recorder:
@@ -33,7 +34,8 @@ class Recorder:
         self.num_batch_prints = 0
         self.turns = 0  # forwards through a wrapped model whose backward has to average
         self.depth = 0
-        self.has_sent = False
+        self.waits = False
+        self.has_sent = self.has_joined = False
         self.open_step: int | None = None
         self.seconds = [0.0] * len(layout.SECONDS_OF)
         self._sequence: Callable[[], int] | None = None
@@ -44,6 +46,7 @@ class Recorder:
     ) -> float:
         """Writes one mark and returns its time."""
         number = self.num_marks
+        self.waits = kind in _WAITS
         now = time.monotonic()
         if threading.get_ident() != self.main_thread:
             flags |= layout.OTHER_THREAD

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import atexit
 import json
+import os
 import sys
 import threading
 import time
+from collections import Counter
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 from instep.launch.probe import flight
 from instep.launch.probe.recorder import Recorder, contained
-from instep.launch.probe.sites import user_stack
+from instep.launch.probe.sites import is_users_file, user_stack
 from instep.records import recording as layout
 from instep.records.run_dir import write_json
 
@@ -29,6 +32,8 @@ class Watcher:
         self._thread: threading.Thread | None = None
         self._last_call: tuple[int, int] = (0, 0)
         self._forwards = 0
+        self._lines: Counter[tuple[str, int]] = Counter()
+        atexit.register(self._note_lines)
 
     def start(self) -> None:
         if self._thread is None:
@@ -51,6 +56,24 @@ class Watcher:
             layout.I64.pack_into(page, layout.LAST_COMPLETED, status[1])
         frame = sys._current_frames().get(self._recorder.main_thread or 0)
         self._sample(frame)
+        self._count_line(frame)
+
+    def _count_line(self, frame: FrameType | None) -> None:
+        """Where the rank's own time goes, by the user's lines: samples taken while it is in no collective."""
+        if self._recorder.waits or not self._recorder.num_steps:
+            return
+        while frame is not None and not is_users_file(frame.f_code.co_filename):
+            frame = frame.f_back
+        if frame is not None:
+            self._lines[(os.path.abspath(frame.f_code.co_filename), frame.f_lineno)] += 1
+            if self._lines.total() % 200 == 0:
+                self._note_lines()
+
+    @contained
+    def _note_lines(self) -> None:
+        top = [[file, line, count] for (file, line), count in self._lines.most_common(6)]
+        if top:
+            self._recorder.log.note("lines", total=self._lines.total(), top=top)
 
     def _sample(self, frame: FrameType | None) -> None:
         """Notices module calls that no wrapper sees, and compilers at work, from the stack of the main thread."""

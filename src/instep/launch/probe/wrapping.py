@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
 from instep.launch.probe.exits import note_raised
@@ -46,7 +47,7 @@ class Wrapped:
 
     def sequence(self) -> int:
         """Operations given to the group that averages this model's gradients."""
-        model = self.model()
+        model: Any = self.model()
         if model is None:
             return 0
         try:
@@ -94,6 +95,7 @@ def watch_wrapping(recorder: Recorder) -> None:
     replace(DistributedDataParallel, "__init__", lambda original: _wrap_init(recorder, original))
     replace(DistributedDataParallel, "forward", lambda original: _wrap_forward(recorder, original))
     replace(DistributedDataParallel, "no_sync", lambda original: _wrap_no_sync(recorder, original))
+    replace(Join, "__enter__", lambda original: _wrap_join(recorder, original))
     replace(torch.nn.Module, "_apply", lambda original: _wrap_apply(recorder, original))
     replace(DistributedDataParallel, "register_comm_hook", lambda original: _wrap_comm_hook(recorder, original))
 
@@ -250,6 +252,18 @@ def _wrap_no_sync(recorder: Recorder, original: Callable[..., Any]) -> Callable[
         return original(self)
 
     return call
+
+
+def _wrap_join(recorder: Recorder, original: Callable[..., Any]) -> Callable[..., Any]:
+    """Inside `with Join(...)` a rank that is done answers the collectives of the others: counts rightly differ."""
+
+    def __enter__(self: Any) -> Any:
+        if not recorder.has_joined:
+            recorder.has_joined = True
+            recorder.log.note("join", site=recorder.sites.here(1))
+        return original(self)
+
+    return __enter__
 
 
 def _wrap_apply(recorder: Recorder, original: Callable[..., Any]) -> Callable[..., Any]:

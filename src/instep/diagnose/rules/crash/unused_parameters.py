@@ -20,9 +20,9 @@ import ast
 from collections.abc import Iterator
 from typing import Any
 
+from instep.diagnose.branches import conditions_of
 from instep.diagnose.run_view import RunView, short
 from instep.diagnose.source import load
-from instep.diagnose.branches import conditions_of
 from instep.records.event import Event
 from instep.records.finding import CallSite, Finding
 

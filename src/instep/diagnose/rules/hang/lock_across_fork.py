@@ -21,7 +21,7 @@ from collections.abc import Iterator
 
 from instep.diagnose.hang import cite_positions, classify
 from instep.diagnose.outside import explain_outside
-from instep.diagnose.run_view import RunView, short
+from instep.diagnose.run_view import RunView
 from instep.records.finding import Finding
 
 

@@ -52,20 +52,28 @@ def check(run: RunView) -> Iterator[Finding]:
 
 
 def find_growth(event: Event) -> CallSite | None:
-    """The line that puts the results there: append to the container, or an addition to the running sum."""
+    """The line that puts the results there: growth of the container, or an addition to the running sum."""
     source = load(event["file"])
     name = event["name"].partition("[")[0]
+    attribute = name.rpartition(".")[2] if "." in name else None  # an object's own, named otherwise in its class
     for node in ast.walk(source.tree) if source else ():
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in _GROWS:
-            if ast.unparse(node.func.value).partition("[")[0] == name:
-                return source.site(node)  # type: ignore[union-attr]
-        if isinstance(node, ast.AugAssign) and ast.unparse(node.target).partition("[")[0] == name:
-            return source.site(node)  # type: ignore[union-attr]
-        if (
-            isinstance(node, ast.Assign)
-            and isinstance(node.targets[0], (ast.Subscript, ast.Name))
-            and isinstance(node.value, ast.BinOp)
-        ):
-            if ast.unparse(node.targets[0]) == name and name in ast.unparse(node.value.left):
-                return source.site(node)  # type: ignore[union-attr]
+        target = _grown_by(node)
+        same = target is not None and (target == name or (attribute and target.rpartition(".")[2] == attribute))
+        if source is not None and same:
+            return source.site(node)
     return None
+
+
+def _grown_by(node: ast.AST) -> str | None:
+    """What a statement or call makes larger, without an index."""
+    grown: ast.expr | None = None
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in _GROWS:
+        grown = node.func.value
+    elif isinstance(node, ast.AugAssign):
+        grown = node.target
+    elif isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Subscript):
+        grown = node.targets[0].value
+    elif isinstance(node, ast.Assign) and isinstance(node.value, ast.BinOp):
+        first = ast.unparse(node.targets[0])
+        grown = node.targets[0] if first == ast.unparse(node.value.left) else None
+    return ast.unparse(grown).partition("[")[0] if grown is not None else None

@@ -69,7 +69,7 @@ def explain(event: Event, here: CallSite | None) -> tuple[str, tuple[str, ...], 
         return (
             f"The loss had grown from {min(history):.3g} to {history[-1]:.3g} before: training has diverged.",
             ("lower the learning rate, add warm-up, or clip gradients",),
-            here,
+            _rate_line(here) or here,
             "likely",
         )
     operation = event["operation"]
@@ -95,6 +95,16 @@ def explain(event: Event, here: CallSite | None) -> tuple[str, tuple[str, ...], 
         here,
         "possible",
     )
+
+
+def _rate_line(here: CallSite | None) -> CallSite | None:
+    """Where the learning rate is given: the last call with `lr=` before the line, else the first."""
+    source = load(here.file) if here else None
+    calls = [node for node in ast.walk(source.tree) if isinstance(node, ast.Call)] if source else []
+    given = [node for node in calls if any(word.arg == "lr" for word in node.keywords)]
+    before = [node for node in given if here is not None and node.lineno < here.line]
+    chosen = max(before, key=lambda node: node.lineno) if before else next(iter(given), None)
+    return source.site(chosen) if source is not None and chosen is not None else None
 
 
 def find_operation(here: CallSite | None, name: str) -> CallSite | None:

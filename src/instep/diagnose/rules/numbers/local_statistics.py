@@ -56,11 +56,11 @@ def check(run: RunView) -> Iterator[Finding]:
 
 def _worst(members: list[RankView], wrapper: int) -> tuple[str, float, int] | None:
     """The batch norm whose means are furthest apart at the last moment that all ranks noted."""
-    tables = [
+    tables: list[dict[tuple[int, int], dict[str, list[list[float]]]]] = [
         {(one["evals"], one.step): one["values"] for one in view.named("buffers") if one["wrapper"] == wrapper}
         for view in members
     ]
-    common = sorted(set.intersection(*(set(table) for table in tables))) if len(tables) > 1 else []
+    common = sorted(key for key in tables[0] if all(key in table for table in tables)) if len(tables) > 1 else []
     if not common:
         return None
     rows = [table[common[-1]] for table in tables]
@@ -69,7 +69,7 @@ def _worst(members: list[RankView], wrapper: int) -> tuple[str, float, int] | No
 
 
 def _distance(rows: list[list[list[float]]]) -> float | None:
-    distances = []
+    distances: list[float] = []
     for channel in range(len(rows[0][0])):
         means = [row[0][channel] for row in rows]
         spread = max(1e-12, sum(row[1][channel] for row in rows) / len(rows)) ** 0.5

@@ -64,12 +64,11 @@ def _finding(run: RunView, key: Key, same: int, seen: int) -> Finding:
     where = view.site(event["site"])
     sampler = event["sampler"]
     ranks_of = {one.rank: loaders_by_key(one).get(key) for one in run.ranks}
-    wrong = [rank for rank, row in ranks_of.items() if row is not None and row.get("sampler_rank") not in (None, rank)]
+    taken = {rank: row.get("sampler_rank") for rank, row in ranks_of.items() if row is not None}
+    wrong = [rank for rank, other in taken.items() if other not in (None, rank)]
     site = view.site(event.get("sampler_site")) or where
     if wrong:
-        cause = (
-            f"The sampler made at {short(site)} was told rank {ranks_of[wrong[0]]['sampler_rank']} on rank {wrong[0]}."
-        )
+        cause = f"The sampler made at {short(site)} was told rank {taken[wrong[0]]} on rank {wrong[0]}."
     else:
         cause = f"The loader made at {short(where)} draws with {sampler}, which gives every rank the whole data set in the same order."
     return Finding(

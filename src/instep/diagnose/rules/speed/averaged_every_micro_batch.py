@@ -16,9 +16,11 @@ Scripts that use the averaged gradients in between.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import pairwise
 
 from instep.diagnose.run_view import RankView, RunView, short
 from instep.diagnose.time_shares import measure_shares
+from instep.records import recording as layout
 from instep.records.finding import CallSite, Finding
 
 MIN_SHARE = 0.10  # of the time, that could be saved
@@ -43,8 +45,7 @@ def check(run: RunView) -> Iterator[Finding]:
         ),
         evidence=(
             view.cite(
-                f"{view.page.step_mark(view.num_steps).reduced if view.page and view.page.step_mark(view.num_steps) else 0} averages in {view.num_steps} optimizer steps",
-                "page.bin",
+                f"{many} averages in each of the last optimizer steps, {view.num_steps} steps in all", "page.bin"
             ),
         ),
         certainty="certain",
@@ -55,10 +56,10 @@ def check(run: RunView) -> Iterator[Finding]:
 def _averages_per_step(view: RankView) -> tuple[int, CallSite | None] | None:
     """How many averages each of the newest steps had, when they agree on more than one for one wrapped model."""
     page = view.page
-    if page is None or page.num_steps < 3 or len(view.named("wrap")) != 1:
+    if page is None or page.num_steps < 3 or len(_trained_models(view)) != 1:
         return None
     marks = [mark for step in range(2, page.num_steps + 1) if (mark := page.step_mark(step)) is not None]
-    counts = [two.reduced - one.reduced for one, two in zip(marks, marks[1:]) if two.step == one.step + 1]
+    counts = [two.reduced - one.reduced for one, two in pairwise(marks) if two.step == one.step + 1]
     if not counts or marks[-1].backwards < MIN_BACKWARDS:
         return None
     usual = max(set(counts), key=counts.count)
@@ -66,6 +67,11 @@ def _averages_per_step(view: RankView) -> tuple[int, CallSite | None] | None:
         return None
     backward = next((mark for mark in reversed(view.marks) if mark.kind == "leave-backward"), None)
     return usual, view.site(backward.site) if backward is not None else None
+
+
+def _trained_models(view: RankView) -> set[int]:
+    """Numbers of the wrapped models that were called with gradients of late."""
+    return {mark.count for mark in view.marks if mark.kind == "enter-forward" and not mark.flags & layout.NO_GRAD}
 
 
 def _saved_share(view: RankView, many: int) -> float | None:

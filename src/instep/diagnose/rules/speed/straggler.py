@@ -17,12 +17,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from instep.diagnose.run_view import RunView, short
+from instep.diagnose.run_view import RankView, RunView, short, source_line
 from instep.diagnose.time_shares import measure_shares
-from instep.records.finding import Finding
+from instep.records.finding import CallSite, Finding
 
 MIN_RATIO = 2.0
 MIN_SHARE = 0.3  # of a step, that the others lose
+MIN_EXCESS = 0.2  # of the samples of a rank
 MIN_SECONDS = 0.008  # per step: less is the noise of a busy machine
 
 
@@ -37,9 +38,10 @@ def check(run: RunView) -> Iterator[Finding]:
     step = found[slow].total_seconds / found[slow].steps
     if own[slow] < MIN_RATIO * middle or own[slow] - middle < max(MIN_SECONDS, MIN_SHARE * step):
         return
-    kind, where = found[slow].largest_excess(next(shares for rank, shares in found.items() if rank != slow)), None
+    kind = found[slow].largest_excess(next(shares for rank, shares in found.items() if rank != slow))
     view = run.by_rank[slow]
-    if kind == "data":
+    where = _line(view, [one for one in run.ranks if one.rank != slow])
+    if where is None and kind == "data":
         lap = view.last("lap")
         where = view.site(lap["site"]) if lap else None
     yield Finding(
@@ -55,3 +57,20 @@ def check(run: RunView) -> Iterator[Finding]:
         ranks=(slow,),
         where=where,
     )
+
+
+def _line(view: RankView, others: list[RankView]) -> CallSite | None:
+    """The user's line in which this rank was seen more often than the others, outside of collectives."""
+    mine, theirs = _shares(view), [_shares(one) for one in others]
+    excess = {
+        line: share - max((table.get(line, 0.0) for table in theirs), default=0.0) for line, share in mine.items()
+    }
+    line = max(excess, key=lambda one: excess[one], default=None)
+    if line is None or excess[line] < MIN_EXCESS:
+        return None
+    return CallSite(line[0], line[1], source_line(*line))
+
+
+def _shares(view: RankView) -> dict[tuple[str, int], float]:
+    event = view.last("lines")
+    return {(file, line): count / event["total"] for file, line, count in event["top"]} if event else {}

@@ -1,0 +1,54 @@
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+import torch.nn.functional as F
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data.distributed import DistributedSampler
+
+
+def data(n=512, seed=0):
+    g = torch.Generator().manual_seed(seed)
+    x = torch.randn(n, 16, generator=g)
+    return TensorDataset(x, x[:, :1] * 2 + x[:, 1:2])
+
+
+def net():
+    return nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 1))
+
+
+class Meter:
+    def __init__(self):
+        self.losses = []
+
+    def add(self, loss):
+        self.losses.append(loss)
+
+
+def main():
+    dist.init_process_group("gloo")
+    _rank, _world = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(0)
+    ds = data()
+    sampler = DistributedSampler(ds)
+    loader = DataLoader(ds, batch_size=16, sampler=sampler)
+    model = DDP(net())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+
+    meter = Meter()
+    model = DDP(nn.Sequential(nn.Linear(16, 4096), nn.ReLU(), nn.Linear(4096, 512), nn.ReLU(), nn.Linear(512, 1)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    for epoch in range(6):
+        sampler.set_epoch(epoch)
+        for x, y in loader:
+            loss = F.mse_loss(model(x), y)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        meter.add(F.mse_loss(model.module(ds.tensors[0]), ds.tensors[1]))
+
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
