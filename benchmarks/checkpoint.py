@@ -50,7 +50,7 @@ def work(args: argparse.Namespace) -> None:
     model.zero_grad(set_to_none=True)
     folder = Path(args.dir)
     methods = make_methods(folder, world, tensors, values, {"model": model.state_dict(), "opt": optimizer.state_dict()})
-    think(2.0)  # the steps before the first save, in which memory is got ahead
+    think(5.0)  # the steps before the first save, in which memory is got ahead
     rows: dict[str, list[dict[str, float]]] = {name: [] for name in METHODS}
     for number in range(args.rounds):
         for name in METHODS[number % 4 :] + METHODS[: number % 4]:
