@@ -49,6 +49,7 @@ def _wrap_torch(recorder: Any, paths: RankDir) -> None:
     from instep.launch.probe.fingerprints import Fingerprints
     from instep.launch.probe.mistakes import watch_mistakes
     from instep.launch.probe.optimizing import watch_optimizers
+    from instep.launch.probe.patching import hide_from_compiler
     from instep.launch.probe.recorder import contained
     from instep.launch.probe.watcher import Watcher
     from instep.launch.probe.wrapping import watch_wrapping
@@ -59,3 +60,4 @@ def _wrap_torch(recorder: Any, paths: RankDir) -> None:
     fingerprints = Fingerprints(recorder)
     contained(watch_optimizers)(recorder, fingerprints)
     contained(watch_collectives)(recorder, watcher.start, fingerprints.final)
+    hide_from_compiler(__name__)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable
+from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
 from instep.launch.probe.recorder import contained
@@ -17,14 +19,30 @@ def replace(owner: Any, name: str, wrap: Callable[[Callable[..., Any]], Callable
     wrapper = functools.wraps(original)(wrap(original))
     wrapper._instep_wraps = original  # type: ignore[attr-defined]
     setattr(owner, name, wrapper)
-    _skip_in_compiler(wrapper)
     return True
 
 
 @contained
-def _skip_in_compiler(wrapper: Any) -> None:
-    """A wrapper's own frame is not for torch.compile; where it is inlined, it hands over to the original at once."""
+def hide_from_compiler(package: str) -> None:
+    """Marks every function of a package as nothing that torch.compile should look at when it is called.
+
+    Where a wrapper is inlined into compiled code it hands over to the original at once, so that no graph is broken there.
+    """
     from torch._C._dynamo import eval_frame
 
     strategy = eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, eval_frame._FrameAction.DEFAULT)
-    eval_frame.set_code_exec_strategy(wrapper.__code__, strategy)
+    for name, module in list(sys.modules.items()):
+        if name == package or name.startswith(f"{package}."):
+            for code in _codes_of(module):
+                eval_frame.set_code_exec_strategy(code, strategy)
+
+
+def _codes_of(module: ModuleType) -> list[CodeType]:
+    """The code of all functions and methods of a module, with the functions inside them."""
+    members = list(vars(module).values())
+    members += [part for member in members if isinstance(member, type) for part in vars(member).values()]
+    members = [getattr(part, "fget", None) or getattr(part, "__wrapped__", part) for part in members]
+    codes = [part.__code__ for part in members if isinstance(part, FunctionType) and part.__module__ == module.__name__]
+    for code in codes:  # grows while it is gone through
+        codes += [inner for inner in code.co_consts if isinstance(inner, CodeType)]
+    return codes
