@@ -77,7 +77,7 @@ def _any_rank_has(run: Run, epoch: Epoch) -> bool:
     """Whether there is a next step. Streams end when all ranks' have, which they have to tell each other."""
     if epoch.num_steps is not None:
         return epoch.has_next()
-    return any(run._world.gather_objects(epoch.has_next(), "the next step of run.steps"))
+    return any(run._entered().gather_objects(epoch.has_next(), "the next step of run.steps"))
 
 
 def _slot_steps(run: Run, position: LoopPosition, steps: int) -> Iterator[Step]:

@@ -10,10 +10,11 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
+from torch.distributed.constants import default_pg_timeout
 
 from instep.errors import UsageError
 from instep.train.meeting import Meeting
@@ -70,7 +71,7 @@ class World:
 
     def new_group(self) -> dist.ProcessGroup | None:
         """A further group of all ranks, with the device's backend. Every rank must call it."""
-        return dist.new_group() if self.size > 1 else None
+        return cast("dist.ProcessGroup", dist.new_group()) if self.size > 1 else None
 
 
 def read_place(environ: Mapping[str, str]) -> Place:
@@ -157,7 +158,7 @@ def join_world(environ: Mapping[str, str] | None = None) -> World:
         )
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return World(0, 1, place.local_rank, 1, device, owns_group=owns_group)
-    host_group = dist.new_group(backend="gloo")
+    host_group = cast("dist.ProcessGroup", dist.new_group(backend="gloo"))  # all ranks are in it
     rank, size = dist.get_rank(), dist.get_world_size()
     meeting = Meeting(rank, size, host_group)
     return World(rank, size, place.local_rank, place.local_size, device, host_group, meeting, owns_group)
@@ -170,7 +171,7 @@ def _next_store(place: Place) -> dist.Store:
     """A fresh corner of the store: a second run in one process must not find the addresses of the first."""
     if not _stores:
         store, _, _ = next(iter(dist.rendezvous("env://", place.rank, place.size)))
-        store.set_timeout(dist.constants.default_pg_timeout)
+        store.set_timeout(default_pg_timeout)
         _stores.append(store)
     _stores.append(dist.PrefixStore(f"instep/{len(_stores)}", _stores[0]))
     return _stores[-1]
