@@ -188,6 +188,27 @@ def test_all_ranks_are_refused_while_another_run_lives(tmp_path: Path) -> None:
         holder.kill()
 
 
+def see_other_directories(rank: int, size: int, folder: str) -> str:
+    import instep.train.checkpoint.store as store
+
+    sees = store.sees_lock
+    store.sees_lock = lambda run_dir, holder: sees(run_dir, holder, 0.3)
+    try:
+        Checkpoints(f"{folder}/node{rank}", make_world(rank, size))
+    except ValueError as error:
+        return str(error)
+    return "not refused"
+
+
+def test_nodes_that_do_not_share_the_directory_are_named_at_the_start(tmp_path: Path) -> None:
+    first, second = run_ranks(see_other_directories, 2, str(tmp_path))
+    assert first == (
+        f"rank 1 on {os.uname().nodename} does not see the run directory {tmp_path}/node0 of rank 0: checkpoints of "
+        "several nodes need a directory on storage that all of them share."
+    )
+    assert second == first.replace("node0", "node1")
+
+
 def lose_a_rank(rank: int, size: int, folder: str) -> tuple[float, list[str]]:
     import instep.train.checkpoint.saving as saving
 

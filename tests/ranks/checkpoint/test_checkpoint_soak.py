@@ -21,7 +21,7 @@ from instep.records.run_dir import RunDir
 from instep.train.checkpoint.manifest import find_damage, read_manifest
 
 SCRIPT = Path(__file__).with_name("soak_script.py")
-TOLERANCE = 1e-9  # another number of ranks alone gives 1e-14; one sample lost or doubled gives 1e-2
+TOLERANCE = 1e-7  # other numbers of ranks give 1e-10 after 300 steps; one sample lost or doubled gives 1e-2
 
 
 @dataclass
@@ -146,8 +146,8 @@ def undisturbed(folder: Path, steps: int, every: int, width: int) -> Path:
 
 
 def test_kills_leave_no_trace_in_the_weights(tmp_path: Path) -> None:
-    expected = undisturbed(tmp_path / "calm", 80, 5, 32)
-    tally = suffer(tmp_path / "rough", 3, random.Random(1), 80, 5, 32)
+    expected = undisturbed(tmp_path / "calm", 60, 5, 32)
+    tally = suffer(tmp_path / "rough", 2, random.Random(1), 60, 5, 32)
     assert sum(tally.kills.values()) > 0
     assert largest_difference(expected, tmp_path / "rough" / "final.pt") < TOLERANCE
 

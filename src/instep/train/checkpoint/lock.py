@@ -25,6 +25,7 @@ class Lock:
 
     path: Path
     descriptor: int | None
+    holder: str = ""  # what stands in the file
 
     def release(self) -> None:
         if self.descriptor is not None:
@@ -48,8 +49,21 @@ def take_lock(run_dir: RunDir, patience_seconds: float = PATIENCE_SECONDS) -> Lo
             raise UsageError(_refusal(run_dir, holder))
         time.sleep(0.1)
     _held_here.add(path)
-    _write_holder(descriptor)
-    return Lock(path, descriptor)
+    return Lock(path, descriptor, _write_holder(descriptor))
+
+
+def sees_lock(run_dir: RunDir, holder: str, patience_seconds: float = PATIENCE_SECONDS) -> bool:
+    """Whether this process sees the directory in which another one has taken the lock."""
+    deadline = time.monotonic() + patience_seconds  # a network file system may show it late
+    while True:
+        try:
+            if run_dir.lock.read_text(encoding="utf-8") == holder:
+                return True
+        except OSError:
+            pass
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.1)
 
 
 def _try_lock(descriptor: int) -> bool:
@@ -64,11 +78,12 @@ def _try_lock(descriptor: int) -> bool:
     return True
 
 
-def _write_holder(descriptor: int) -> None:
+def _write_holder(descriptor: int) -> str:
     now = datetime.now(timezone.utc).isoformat(timespec="seconds")
     text = json.dumps({"pid": os.getpid(), "host": socket.gethostname(), "since": now})
     os.ftruncate(descriptor, 0)
     os.pwrite(descriptor, text.encode(), 0)
+    return text
 
 
 def _read_holder(descriptor: int) -> str:

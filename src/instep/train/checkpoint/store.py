@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import platform
 import secrets
+import socket
 from collections.abc import Callable, Mapping
 from datetime import datetime, timezone
 from hashlib import sha256
@@ -21,7 +22,7 @@ from instep.records.run_dir import CheckpointDir, RunDir
 from instep.train.checkpoint.agreement import Agreement, open_store
 from instep.train.checkpoint.encode import JSON
 from instep.train.checkpoint.file_image import FileImage
-from instep.train.checkpoint.lock import Lock, take_lock
+from instep.train.checkpoint.lock import Lock, sees_lock, take_lock
 from instep.train.checkpoint.manifest import Damage, FileEntry, Manifest, find_damage, read_manifest
 from instep.train.checkpoint.pieces import Part, assign_writers, describe_parts, select
 from instep.train.checkpoint.retention import choose_removed
@@ -53,7 +54,7 @@ class Checkpoints:
         self._say = say if world.is_main else _say_nothing
         self._shelf = Shelf(self.run_dir)
         self._lock: Lock | None = None
-        self._on_main(self._occupy, "opening the run directory")
+        self._check_shared(self._on_main(self._occupy, "opening the run directory"))
         self._store = open_store(world)
         self._image = FileImage(world.device)
         self._held: list[list[Part]] = [[] for _ in range(world.size)]
@@ -177,17 +178,30 @@ class Checkpoints:
             self._saving = None
         self._release()
 
-    def _occupy(self) -> None:
+    def _occupy(self) -> str:
         try:
             self.run_dir.root.mkdir(parents=True, exist_ok=True)
             self._lock = take_lock(self.run_dir)
             self._shelf.open()
+            return self._lock.holder
         except OSError as error:
             self._release()
             raise UsageError(
                 f"checkpoints cannot be written to {self.run_dir.root}: {error.strerror}. Give the run a directory "
                 "that this user can write."
             ) from None
+
+    def _check_shared(self, holder: str) -> None:
+        """Raises UsageError on every rank when one of them sees another directory than rank 0."""
+        blind = None if self._world.is_main or sees_lock(self.run_dir, holder) else socket.gethostname()
+        hosts = self._world.gather_objects(blind, "opening the run directory on every rank")
+        found = [f"rank {rank} on {host}" for rank, host in enumerate(hosts) if host is not None]
+        if found:
+            self._release()
+            raise UsageError(
+                f"{', '.join(found)} does not see the run directory {self.run_dir.root} of rank 0: checkpoints of "
+                "several nodes need a directory on storage that all of them share."
+            )
 
     def _release(self) -> None:
         self._image_done()
