@@ -53,7 +53,10 @@ def launch(spec: LaunchSpec, words: tuple[str, ...], hooks: Hooks, say: Say) -> 
     store = None if with_agent else open_store(spec.torch_options)
     linux.adopt_orphans()
     before = read_memory_facts()
-    zygote, fresh = start_zygote(spec, say)
+    try:
+        zygote, fresh = start_zygote(spec, say)
+    except channel.Closed:
+        return _say_zygote_died(say)
     run_dir = RunDir(Path(spec.run_dir))
     held: list[socket.socket] = []
     try:
@@ -66,6 +69,8 @@ def launch(spec: LaunchSpec, words: tuple[str, ...], hooks: Hooks, say: Say) -> 
                 held.append(start_store(zygote, store[0], log.fileno(), spec.num_local_ranks))
                 watch.empty_store = partial(empty_store, held[-1])
         code = watch.run()
+    except channel.Closed:
+        return _say_zygote_died(say)
     finally:
         zygote.close()
         end_leftovers(zygote.pid)
@@ -107,13 +112,26 @@ def start_zygote(spec: LaunchSpec, say: Say) -> tuple[Zygote, bool]:
         say(f"starting each rank as a fresh process: {why}")
     forking = "fork-training" if looks_like_training(spec.program) else "fork"
     zygote = Zygote("fresh" if why is not None else forking, spec.program, environ)
-    answer = zygote.hear()
+    answer = _await_ready(zygote)
     if answer["answer"] == "broken":
         zygote.close()
         raise BrokenTorch(answer["text"])
     if answer["reason"]:
         say(f"starting each rank as a fresh process: {answer['reason']}")
     return zygote, why is not None or bool(answer["reason"])
+
+
+def _await_ready(zygote: Zygote) -> dict[str, Any]:
+    try:
+        return zygote.hear()
+    except (KeyboardInterrupt, channel.Closed):
+        zygote.kill()
+        raise
+
+
+def _say_zygote_died(say: Say) -> Outcome:
+    say("the process that imports torch and starts the ranks was killed before the first rank")
+    return Outcome(1)
 
 
 def reason_against_fork(spec: LaunchSpec, environ: Mapping[str, str]) -> str | None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from string import Template
 from typing import Any
 
+from instep.launch import channel
 from instep.launch.console import Console, Stream, open_log
 from instep.launch.group_state import RankState
 from instep.launch.output import make_prefix
@@ -74,11 +75,10 @@ class RankStarter:
         job = rank_job(self.spec, place, str(rank_dir.root), self.probe_options)
         command = fresh_command(self.spec.program, os.environ) if self.fresh else []
         files = (stdout, stderr, status.writer)
-        try:
+        with contextlib.suppress(channel.Closed):  # the zygote has died: `watch` hears of it and ends the run
             self.zygote.ask("start", rank.key, files, job=job, command=command)
-        finally:
-            for file in files:
-                os.close(file)
+        for file in files:
+            os.close(file)
 
     def close(self) -> None:
         """After the ranks' end: hears the last of each, and lets go."""

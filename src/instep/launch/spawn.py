@@ -13,6 +13,7 @@ from typing import Any
 from instep.launch import channel
 from instep.records.launch_spec import LaunchSpec, Program, RankPlace
 
+_END_SECONDS = 10.0
 _TRAINING_WORDS = (b"optim", b"compile", b"Trainer", b"trainer", b"lightning", b"accelerate", b"deepspeed", b"instep")
 
 
@@ -44,10 +45,19 @@ class Zygote:
         """The next answer. Raises channel.Closed when the zygote has died."""
         return channel.receive(self.channel)[0]
 
+    def kill(self) -> None:
+        """Ends it at once, before it has made any rank."""
+        self.process.kill()
+        self.close()
+
     def close(self) -> int:
         """Lets it go; it ends everything that is still its child. Returns its exit code."""
         self.channel.close()
-        return self.process.wait()
+        try:
+            return self.process.wait(_END_SECONDS)
+        except subprocess.TimeoutExpired:  # stopped, or beyond help; ranks die with it
+            self.process.kill()
+            return self.process.wait()
 
 
 def looks_like_training(program: Program) -> bool:

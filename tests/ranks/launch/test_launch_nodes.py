@@ -72,8 +72,10 @@ def test_an_option_means_what_it_means_to_torchrun(launch: Launcher, name: str) 
     if name != "threads":
         variables["OMP_NUM_THREADS"] = "1"
 
+    port = find_port()
+
     def filled() -> list[str]:
-        return [word.format(port=find_port(), folder=launch.folder, python=sys.executable) for word in words]
+        return [word.format(port=port, folder=launch.folder, python=sys.executable) for word in words]
 
     theirs = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", *filled()],
