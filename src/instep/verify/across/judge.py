@@ -54,7 +54,8 @@ def _judge_step(result: Comparison, pair: Pair, row: StepRow, exact: bool) -> No
     if start is not None and start.is_beyond and row.step == 1:
         _add(result, row, "initial weights", why_initial_weights(pair))
         return
-    if not row.same_samples and not _judge_samples(result, pair, row):
+    if not row.same_samples and not _sees_the_same(pair, row):
+        _judge_samples(result, pair, row)
         return
     if not _same_rates(row):
         cause = why_rates(pair, row)
@@ -93,12 +94,26 @@ def _other_order(pair: Pair) -> Cause | None:
     )
 
 
-def _judge_samples(result: Comparison, pair: Pair, row: StepRow) -> bool:
-    """Whether the step can be compared although its samples differ (no, so far); says why not, or who is to blame."""
+def _sources(pair: Pair) -> set[str]:
+    """Where samples were seen: at a DataLoader, or as inputs of a model, which may have been computed."""
+    records = pair.reference, pair.other
+    return {update.facts["sample_source"] for record in records for update in record.step(pair.number)}
+
+
+def _sees_the_same(pair: Pair, row: StepRow) -> bool:
+    """Whether samples that differ are the same data after all. What a model got as inputs may be another model's output,
+    which differs by rounding, and a model may be run again over the same inputs; then the numbers decide."""
+    if _sources(pair) != {"inputs"} or not row.samples[2]:
+        return False
+    distinct = [set(record.samples(pair.number)) for record in (pair.reference, pair.other)]
+    numbers = [row.differences[key] for key in ("loss", "gradients") if key in row.differences]
+    return distinct[0] == distinct[1] or (not _has_local_batch_norm(pair) and not any(n.is_beyond for n in numbers))
+
+
+def _judge_samples(result: Comparison, pair: Pair, row: StepRow) -> None:
+    """The step cannot be compared, as its samples differ: says why not, or who is to blame."""
     one, two, both = row.samples
-    sources = {update.facts["sample_source"] for record in (pair.reference, pair.other) for update in
-               record.step(pair.number)}  # fmt: skip
-    if sources == {"inputs"} and both == 0:
+    if _sources(pair) == {"inputs"} and both == 0:
         result.open_questions.append(
             "The samples come from no DataLoader but from random generators or from the model itself, and each number of "
             "processes draws others; only the ranks of a run can be compared with each other."
@@ -111,7 +126,6 @@ def _judge_samples(result: Comparison, pair: Pair, row: StepRow) -> bool:
         )
     else:
         result.partings.append(Parting(row.step, "samples", "runs", pair.other.world_size, why_samples(pair)))
-    return False
 
 
 def _same_rates(row: StepRow) -> bool:
