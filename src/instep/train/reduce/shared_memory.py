@@ -4,8 +4,8 @@ When all have filled their copy of a bucket, rank r adds up shard r of all copie
 The order of the additions is a fixed binary tree over ranks, so the bits do not depend on who adds. Nothing is copied
 to or from sockets: the bytes that move are the least that N copies allow.
 
-Ranks wait by looking at counters in that memory. They give way to others early, since ranks often outnumber cores, and
-notice when a rank they wait for has ended. What watches from outside cannot see such a wait; so one that takes long
+Ranks wait for counters in that memory. They soon sleep until one changes, since ranks often outnumber cores, and notice
+when a rank they wait for has ended. What watches from outside cannot see such a wait; so one that takes long
 is announced by a collective of torch.distributed, which the others take part in when they come.
 """
 
@@ -29,7 +29,7 @@ from instep.train.reduce.shared_region import Region, can_share_memory, find_pee
 from instep.train.world import World
 
 CHUNK_BYTES = 256 << 10  # added and written while it lies in the cache of one core
-LOOKS_BEFORE_SLEEP, LONGEST_SLEEP_SECONDS = 200, 5e-4
+LOOKS_BEFORE_SLEEP = 200  # some 20 us, about what it takes to be woken; only where each rank has a core
 PEER_CHECK_SECONDS = 0.2
 ANNOUNCE_AFTER_SECONDS = 2.0  # healthy ranks rarely wait so long, and a stall is called one after many more
 TIMEOUT = timedelta(minutes=30)  # as torch's groups have it
@@ -75,7 +75,7 @@ class SharedSum:
         self._peers: list[psutil.Process] = (find_peers(group) if can_share_memory(world) else None) or []
         self._board = map_region(group, 1, torch.int64) if self._peers else None
         if self.is_shared:
-            self._spins = 20 if len(os.sched_getaffinity(0)) >= self.size else 0
+            self._looks = LOOKS_BEFORE_SLEEP if len(os.sched_getaffinity(0)) >= self.size else 1
             self._announcing = world.new_group()  # nothing else is sent in it, so ranks may join at any time
             self._announcements: list[tuple[Any, Tensor]] = []
             self._num_announced = 0
@@ -134,26 +134,21 @@ class SharedSum:
                 self._await_rank(handle, rank, word, deadline)
 
     def _await_rank(self, handle: SharedHandle, rank: int, word: int, deadline: float) -> None:
-        """Looks at the counter: at first all the time, then giving way to whoever wants the core, then asleep."""
-        read, generation = handle.region.read, handle.generation
-        for look in range(LOOKS_BEFORE_SLEEP):
-            if read(rank, word) >= generation:
+        """Looks at the counter for a moment, then sleeps until it changes."""
+        region, generation = handle.region, handle.generation
+        for _ in range(self._looks):
+            if region.read(rank, word) >= generation:
                 return
-            if look >= self._spins:
-                os.sched_yield()
-        sleep_seconds, started = 2e-5, time.monotonic()
-        next_check = started + PEER_CHECK_SECONDS
-        while read(rank, word) < generation:
-            time.sleep(sleep_seconds)
-            sleep_seconds = min(1.5 * sleep_seconds, LONGEST_SLEEP_SECONDS)
+        started = time.monotonic()
+        while (value := region.read(rank, word)) < generation:
+            region.sleep(rank, word, value, min(PEER_CHECK_SECONDS, max(0.0, deadline - time.monotonic())))
             now = time.monotonic()
-            if now >= next_check:
-                next_check = now + PEER_CHECK_SECONDS
+            if now >= started + PEER_CHECK_SECONDS:
                 self._check_alive(handle, rank, word)
             if now >= started + ANNOUNCE_AFTER_SECONDS and not handle.announced:
                 handle.announced = True
                 self._announce(self._num_announced + 1)
-            if now >= deadline:
+            if now >= deadline and region.read(rank, word) < generation:
                 raise RuntimeError(f"bucket {handle.index} timed out waiting for rank {rank}")
 
     def _check_alive(self, handle: SharedHandle, rank: int, word: int) -> None:

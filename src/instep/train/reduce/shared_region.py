@@ -6,7 +6,6 @@ It has no name (memfd), so nothing is left behind however a process ends, and it
 from __future__ import annotations
 
 import os
-import platform
 import secrets
 import sys
 from dataclasses import dataclass
@@ -16,10 +15,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from instep.train.reduce.futex import Futex, has_futex
 from instep.train.world import World
 
-# On these a plain store is seen after all stores before it, as the counters need; Python has no memory barrier.
-ORDERED_PROCESSORS = ("x86_64", "amd64", "i386", "i686")
 LINE_WORDS = 16  # 128 bytes: no two ranks' counters share a cache line or its neighbour
 PAGE_BYTES = 4096
 
@@ -29,11 +27,18 @@ class Region:
     """counters: LINE_WORDS numbers of 64 bits per rank, each written by that rank only; copies: one per rank."""
 
     counters: memoryview
+    address: int  # of the counters
     copies: list[Tensor]
+    futex: Futex
     generation: int = 0
 
     def write(self, rank: int, word: int, value: int) -> None:
         self.counters[rank * LINE_WORDS + word] = value
+        self.futex.wake(self.address + 8 * (rank * LINE_WORDS + word))
+
+    def sleep(self, rank: int, word: int, value: int, seconds: float) -> None:
+        """Until the number is no longer `value`, and at most so long."""
+        self.futex.wait(self.address + 8 * (rank * LINE_WORDS + word), value, seconds)
 
     def read(self, rank: int, word: int) -> int:
         return self.counters[rank * LINE_WORDS + word]
@@ -43,13 +48,8 @@ class Region:
 
 
 def can_share_memory(world: World) -> bool:
-    """Whether it is worth a try: all ranks on one host, on the CPU, and a processor that keeps stores in order."""
-    return (
-        sys.platform == "linux"
-        and platform.machine().lower() in ORDERED_PROCESSORS
-        and world.device.type == "cpu"
-        and 1 < world.size == world.local_size
-    )
+    """Whether it is worth a try: all ranks on one host, on the CPU."""
+    return has_futex() and world.device.type == "cpu" and 1 < world.size == world.local_size
 
 
 def find_peers(group: dist.ProcessGroup) -> list[psutil.Process] | None:
@@ -101,7 +101,7 @@ def map_region(group: dist.ProcessGroup, numel: int, dtype: torch.dtype) -> Regi
     starts = range(header_bytes, header_bytes + size * copy_bytes, copy_bytes)
     copies = [memory[start : start + numel * dtype.itemsize].view(dtype) for start in starts]
     copies[rank].zero_()  # touched by its owner first, so that it lies near the owner's core
-    return Region(memory[:header_bytes].numpy().data.cast("q"), copies)
+    return Region(memory[:header_bytes].numpy().data.cast("q"), memory.data_ptr(), copies, Futex())
 
 
 def open_memory(pid: int, descriptor: int, token: int, token_offset: int) -> Tensor | None:
