@@ -123,6 +123,27 @@ def restore_sharded(rank: int, size: int, folder: str) -> tuple[list[float], boo
     return before, sums_of(model, optimizer) == before
 
 
+def ask_both_ways(rank: int, size: int) -> list[bool]:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+    from instep.train.checkpoint import pieces
+
+    mesh = init_device_mesh("cpu", (2, 2))
+    tensor = distribute_tensor(torch.arange(63.0).reshape(7, 9), mesh, [Shard(0), Shard(1)])
+    (usual,) = pieces.local_pieces(tensor)
+    ask = DTensor.__create_chunk_list__
+    del DTensor.__create_chunk_list__
+    (fallback,) = pieces.local_pieces(tensor)
+    DTensor.__create_chunk_list__ = ask
+    whole = torch.arange(63.0).reshape(7, 9)
+    return [usual.offsets == fallback.offsets, torch.equal(whole[usual.slices], usual.local)]
+
+
+def test_torch_tells_where_a_part_begins_by_its_protocol_and_without() -> None:
+    assert run_ranks(ask_both_ways, 4) == [[True, True]] * 4
+
+
 @pytest.mark.parametrize("reading", [3, 1])
 @pytest.mark.filterwarnings("ignore")
 def test_a_split_model_is_read_on_another_split_and_whole(tmp_path: Path, reading: int) -> None:
