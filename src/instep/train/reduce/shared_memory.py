@@ -190,14 +190,16 @@ def add_up_shard(copies: list[Tensor], shard: int) -> None:
         pieces = [copy[begin : min(begin + step, end)] for copy in copies]
         total = add_in_tree(pieces)
         for piece in pieces:
-            piece.copy_(total)
+            if piece is not total:
+                piece.copy_(total)
 
 
 def add_in_tree(parts: list[Tensor]) -> Tensor:
-    """((0 + 1) + (2 + 3)) + 4, and so on; 16-bit numbers are added as fp32."""
+    """((0 + 1) + (2 + 3)) + 4, and so on, in place; 16-bit numbers are added as fp32, outside."""
     if parts[0].dtype in (torch.bfloat16, torch.float16):
         parts = [part.float() for part in parts]
     while len(parts) > 1:
-        pairs = [torch.add(one, other) for one, other in zip(parts[::2], parts[1::2])]
-        parts = pairs + parts[2 * len(pairs) :]
+        for one, other in zip(parts[::2], parts[1::2]):
+            one.add_(other)
+        parts = parts[::2]
     return parts[0]
