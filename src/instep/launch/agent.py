@@ -2,30 +2,68 @@
 
 Forked from the zygote when several nodes meet or the user has chosen a rendezvous. torchrun's own `run` does the work;
 only the one function with which its agent starts worker processes is replaced, so every option keeps its meaning.
-What goes over the channel: to the launcher `start`, `stop`, `failed`, `done`; from it `pids` and `ended`.
+What goes over the channel: to the launcher `start`, `stop`, `guilty`, `lost`, `failed`, `done`; from it `pids`, `ended`.
 """
 
 from __future__ import annotations
 
 import os
+import select
 import signal
 import socket
 import sys
+import threading
+import time
+from collections.abc import Callable
 from typing import Any
 
 import torch.distributed.elastic.agent.server.local_elastic_agent as local_elastic_agent
+import torch.distributed.launcher.api as launcher_api
 import torch.distributed.run as torchrun
 from torch.distributed.elastic.multiprocessing import LogsSpecs, PContext, RunProcsResult
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from instep.launch import channel
+from instep.launch.peers import Peers
+
+LINGER_SECONDS = 3.0  # after a failure, for the other nodes to ask which rank it was: the store may be in this process
+
+
+class Line:
+    """The channel to the launcher, spoken on by the agent and by the thread that listens to the other nodes."""
+
+    def __init__(self, launcher: socket.socket) -> None:
+        self.launcher = launcher
+        self.lock = threading.Lock()
+        self.peers: Peers | None = None
+
+    def send(self, message: dict[str, Any]) -> None:
+        with self.lock:
+            channel.send(self.launcher, message)
+
+    def receive(self, kind: str) -> dict[str, Any]:
+        while True:
+            message, _ = channel.receive(self.launcher)
+            if message["answer"] == kind:
+                return message
+
+    def has_message(self) -> bool:
+        return bool(select.select([self.launcher], [], [], 0)[0])
+
+    def join_peers(self, group: Any) -> None:
+        """For each attempt: the nodes that are in it."""
+        if self.peers is not None:
+            self.peers.stop()
+        tell: Callable[[str], None] = lambda text: self.send({"do": "lost", "text": text})  # noqa: E731
+        self.peers = Peers(group.store, group.group_rank, group.group_world_size, tell)
+        self.peers.start()
 
 
 class ZygoteContext(PContext):
     """torch's worker group, with the launcher as its hands. It learns of an end only when every rank has ended."""
 
-    def __init__(self, launcher: socket.socket, args: dict[int, Any], envs: dict[int, dict[str, str]], logs: LogsSpecs):
-        self.launcher = launcher
+    def __init__(self, line: Line, args: dict[int, Any], envs: dict[int, dict[str, str]], logs: LogsSpecs) -> None:
+        self.line = line
         self.name = "instep"
         self.nprocs = len(args)
         self.envs = envs
@@ -38,8 +76,8 @@ class ZygoteContext(PContext):
 
     def _start(self) -> None:
         ranks = [self._describe(local_rank) for local_rank in range(self.nprocs)]
-        channel.send(self.launcher, {"do": "start", "ranks": ranks})
-        self._pids = {int(key): pid for key, pid in self._receive("pids")["pids"].items()}
+        self.line.send({"do": "start", "ranks": ranks})
+        self._pids = {int(key): pid for key, pid in self.line.receive("pids")["pids"].items()}
 
     def _describe(self, local_rank: int) -> dict[str, Any]:
         logs = self.logs
@@ -60,8 +98,8 @@ class ZygoteContext(PContext):
         return self._pids
 
     def _poll(self) -> RunProcsResult | None:
-        if self._codes is None and _has_message(self.launcher):
-            self._note(self._receive("ended"))
+        if self._codes is None and self.line.has_message():
+            self._note(self.line.receive("ended"))
         if self._codes is None:
             return None
         failures = {
@@ -76,25 +114,31 @@ class ZygoteContext(PContext):
 
     def _close(self, death_sig: signal.Signals, timeout: int = 30) -> None:
         if self._codes is None:
-            channel.send(self.launcher, {"do": "stop", "signal": int(death_sig), "seconds": timeout})
-            self._note(self._receive("ended"))
+            self.line.send({"do": "stop", "signal": int(death_sig), "seconds": timeout})
+            self._note(self.line.receive("ended"))
 
     def close(self, death_sig: signal.Signals | None = None, timeout: int = 30) -> None:
         self._close(death_sig or signal.SIGTERM, timeout)
 
     def _note(self, message: dict[str, Any]) -> None:
         self._codes = {int(key): code for key, code in message["codes"].items()}
-
-    def _receive(self, kind: str) -> dict[str, Any]:
-        while True:
-            message, _ = channel.receive(self.launcher)
-            if message["answer"] == kind:
-                return message
+        peers = self.line.peers
+        if peers is None or peers.size < 2:
+            return
+        if message["guilty"]:
+            peers.tell_guilty(message["guilty"])
+        elif message["echo"]:
+            self.line.send({"do": "guilty", "text": peers.ask_guilty()})
 
 
 def run_agent(channel_file: int, words: list[str], program: list[str]) -> None:
     """Runs torchrun with these words; tells the launcher what came of it."""
-    launcher = socket.socket(fileno=channel_file)
+    line = Line(socket.socket(fileno=channel_file))
+
+    class Agent(local_elastic_agent.LocalElasticAgent):
+        def _start_workers(self, worker_group: Any) -> dict[int, Any]:
+            line.join_peers(worker_group)
+            return super()._start_workers(worker_group)
 
     def start_processes(
         name: str,
@@ -104,21 +148,24 @@ def run_agent(channel_file: int, words: list[str], program: list[str]) -> None:
         logs_specs: LogsSpecs,
         **_: Any,
     ) -> PContext:
-        context = ZygoteContext(launcher, args, envs, logs_specs)
+        context = ZygoteContext(line, args, envs, logs_specs)
         context.start()
         return context
 
     local_elastic_agent.start_processes = start_processes  # type: ignore[assignment]
+    launcher_api.LocalElasticAgent = Agent  # type: ignore[misc]
     try:
         torchrun.run(torchrun.parse_args([*words, *program]))
     except ChildFailedError:
-        channel.send(launcher, {"do": "done", "failed": True})
+        if line.peers is not None and line.peers.size > 1:
+            time.sleep(LINGER_SECONDS)
+        line.send({"do": "done", "failed": True})
     except channel.Closed:
         os._exit(1)
     except Exception as error:  # noqa: BLE001  # every way that a rendezvous can fail is told, not printed
-        channel.send(launcher, {"do": "failed", "type": type(error).__name__, "message": str(error)})
+        line.send({"do": "failed", "type": type(error).__name__, "message": str(error)})
     else:
-        channel.send(launcher, {"do": "done", "failed": False})
+        line.send({"do": "done", "failed": False})
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)  # threads of the store and the rendezvous may still wait for someone
@@ -132,9 +179,3 @@ def tell_device_count(channel_file: int, text: str) -> None:
     except Exception as error:  # noqa: BLE001  # its text is what the user has to read
         channel.send(launcher, {"error": str(error)})
     os._exit(0)
-
-
-def _has_message(source: socket.socket) -> bool:
-    import select
-
-    return bool(select.select([source], [], [], 0)[0])

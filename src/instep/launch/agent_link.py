@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from instep.launch import channel
+from instep.launch.failure import describe_guilty
 from instep.launch.group_state import AgentState, GroupState, Stop
 from instep.launch.worker_env import our_variables
 from instep.records.launch_spec import LaunchSpec, RankPlace
@@ -51,6 +52,11 @@ class AgentLink:
         elif do == "stop" and group.stop is None:
             number, seconds = signal.Signals(message["signal"]), float(message["seconds"])
             group.stop = Stop("asked", time.time(), signal=number, grace_seconds=seconds)
+        elif do == "guilty":
+            group.agent.elsewhere = message["text"]
+        elif do == "lost":
+            self.say(message["text"])
+            group.stop = group.stop or Stop("node_lost", time.time())
         elif do in ("done", "failed"):
             group.agent.end = do
             group.agent.message = f"{message['type']}: {message['message']}" if do == "failed" else ""
@@ -86,7 +92,9 @@ class AgentLink:
         group.agent.running = False
         group.agent.asked_at = time.time()
         self.warned = False
-        self._send({"answer": "ended", "codes": {rank.place.local_rank: rank.exit_code for rank in group.ranks}})
+        codes = {rank.place.local_rank: rank.exit_code for rank in group.ranks}
+        guilty = describe_guilty(group)
+        self._send({"answer": "ended", "codes": codes, "guilty": guilty, "echo": bool(group.failures) and not guilty})
 
     def tick(self, group: GroupState, now: float) -> None:
         """Says once what is waited for when the nodes have not met for a while."""

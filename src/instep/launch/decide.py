@@ -13,7 +13,7 @@ SETTLE_CONSEQUENCE_SECONDS = 2.0  # when the first failure only echoes another, 
 FAILED_GRACE_SECONDS = 5.0  # for the other ranks after a failure, unless --shutdown-timeout says otherwise
 TERMINATE_GRACE_SECONDS = 30.0  # to save after SIGTERM (torchrun's value)
 EXIT_NODES_LOST = 69
-_EXIT_CODES = {"interrupted": 130, "terminated": 143, "stalled": 124}
+_EXIT_CODES = {"interrupted": 130, "terminated": 143, "stalled": 124, "node_lost": EXIT_NODES_LOST}
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ def _escalation(group: GroupState, stop: Stop) -> list[tuple[float, int]]:
 def _after_the_last(group: GroupState) -> Decision:
     """No rank lives: none was started yet, or all have ended."""
     agent, stop = group.agent, group.stop
-    if stop is not None and stop.reason in ("interrupted", "terminated", "stalled", "lost"):
+    if stop is not None and stop.reason in ("interrupted", "terminated", "stalled", "lost", "node_lost"):
         return Finish(exit_code(group))
     if agent is not None:
         if agent.end is not None:

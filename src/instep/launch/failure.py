@@ -36,6 +36,16 @@ def describe_failure(group: GroupState, run_dir: RunDir) -> str:
     return "\n".join(part for part in parts if part) + "\n"
 
 
+def describe_guilty(group: GroupState) -> str:
+    """For other nodes: the rank of ours that failed by its own fault, in one line; empty when there is none."""
+    guilty = first_guilty(group)
+    if guilty is None or is_consequence(guilty.error):
+        return ""
+    where = guilty.error["where"] if guilty.error is not None else guilty.exit_site
+    at = f", at {where['file']}:{where['line']}" if where else ""
+    return f"rank {guilty.place.rank} on {socket.gethostname()}: {_summary(guilty)}{at}"
+
+
 def name_ranks(ranks: Iterable[int]) -> str:
     """`rank 3`, `ranks 0-2 and 5`."""
     numbers = sorted(ranks)
@@ -104,6 +114,8 @@ def _why_an_echo(group: GroupState, guilty: RankState) -> str:
     ]
     if left:
         return f"instep: {name_ranks(left)} had ended before, with exit code 0"
+    if group.agent is not None and group.agent.elsewhere:
+        return f"instep: the first to fail was {group.agent.elsewhere}"
     if len(group.ranks) < int(guilty.place.variables["WORLD_SIZE"]):
         return "instep: the rank that failed first is on another machine; its own `instep run` tells how"
     return ""

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from instep.records.launch_spec import RankPlace
 
-StopReason = Literal["failed", "interrupted", "terminated", "stalled", "asked", "lost"]
+StopReason = Literal["failed", "interrupted", "terminated", "stalled", "asked", "lost", "node_lost"]
 
 
 @dataclass
@@ -54,13 +54,14 @@ class Stop:
 @dataclass
 class AgentState:
     """torch's agent, where there is one. asked_at: when it began to meet the other nodes; told: whether it knows of
-    the ranks' end; end: how its own work ended."""
+    the ranks' end; end: how its own work ended; elsewhere: the rank of another node that failed first."""
 
     asked_at: float
     running: bool = False
     told: bool = False
     end: Literal["done", "failed", "lost"] | None = None
     message: str = ""
+    elsewhere: str = ""
 
 
 @dataclass

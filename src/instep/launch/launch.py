@@ -84,7 +84,7 @@ def _conclude(group: GroupState, code: int, run_dir: RunDir, before: Any, say: S
     if stop is not None and stop.reason == "interrupted":
         say("stopped by Ctrl-C" if stop.signal == 2 else "stopped")
         return Outcome(code)
-    if stop is not None and stop.reason in ("terminated", "stalled"):
+    if stop is not None and stop.reason in ("terminated", "stalled", "node_lost"):
         if stop.reason == "terminated":
             say("stopped by a signal from outside")
         return Outcome(code)

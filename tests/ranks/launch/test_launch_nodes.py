@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from instep.launch.linux import list_children
 from launching import Launcher
 
 # Written without torch, so that it costs little; what differs by nature is left out.
@@ -103,6 +104,42 @@ def test_two_nodes_meet(launch: Launcher) -> None:
     assert sorted(second.out.splitlines()) == ["[1] 3 1 0", "[2] 3 1 1"], second.err
     ended = launch.finish(first)
     assert (ended.code, ended.out) == (0, "[0] 3 0 0\n"), ended.err
+
+
+def test_another_node_is_told_which_rank_failed_first(launch: Launcher) -> None:
+    script = launch.script(
+        "import torch.distributed as dist\ndist.init_process_group('gloo')\ndist.barrier()\n"
+        "if dist.get_rank() == 0:\n    raise ValueError('bad')\ndist.barrier()\n"
+    )
+    words = ["--nnodes", "2", "--master-addr", "127.0.0.1", "--master-port", str(find_port())]
+    first = launch.begin(*words, "--node-rank", "0", script)
+    second = launch.run(*words, "--node-rank", "1", "--run-dir", "other", script)
+    assert (launch.finish(first).code, second.code) == (1, 1)
+    expected = f"the first to fail was rank 0 on {socket.gethostname()}: ValueError: bad, at {launch.folder}/train.py:5"
+    assert f"instep: {expected}" in second.err_lines, second.err
+
+
+@pytest.mark.slow
+def test_a_node_that_is_lost_is_noticed(launch: Launcher) -> None:
+    script = launch.script("import os, time\nopen('ready' + os.environ['RANK'], 'w').close()\ntime.sleep(600)\n")
+    words = ["--nnodes", "2", "--master-addr", "127.0.0.1", "--master-port", str(find_port())]
+    first = launch.begin(*words, "--node-rank", "0", script)
+    second = launch.begin(*words, "--node-rank", "1", "--run-dir", "other", script)
+    launch.await_file("ready", 2)
+    family = [second.pid, *descendants(second.pid)]
+    for pid in family:
+        os.kill(pid, signal.SIGSTOP)  # as a machine that has lost its link: silent, its connections open
+    ended = launch.finish(first, 120)
+    for pid in family:
+        os.kill(pid, signal.SIGKILL)
+    second.communicate()
+    assert ended.code == 69
+    assert "instep: node 1 (by group rank) has not been heard of for 30 s; it is lost" in ended.err_lines
+
+
+def descendants(pid: int) -> list[int]:
+    children = list_children(pid)
+    return children + [each for child in children for each in descendants(child)]
 
 
 def test_both_nodes_start_again_after_a_failure(launch: Launcher) -> None:

@@ -55,7 +55,8 @@ def test_starts_and_ends_with_random_kills_leave_nothing(launch: Launcher) -> No
             time.sleep(drawn.random() * 5)
             living = launch.processes()
             victim = process.pid if drawn.random() < 0.3 or not living else drawn.choice(living)
-            number_sent = drawn.choice((signal.SIGKILL, signal.SIGKILL, signal.SIGTERM, signal.SIGINT))
+            polite = (signal.SIGTERM, signal.SIGINT) if victim == process.pid else (signal.SIGTERM,)
+            number_sent = drawn.choice((signal.SIGKILL, signal.SIGKILL, *polite))
             with contextlib.suppress(ProcessLookupError):
                 os.kill(victim, number_sent)
         ended = launch.finish(process, 120)
