@@ -25,10 +25,15 @@ class Batches:
             yield [random.randrange(SIZE) for _ in range(random.randint(1, 2))]
 
 
+def workers(number: int) -> dict[str, Any]:
+    """Forked, since these ranks come from a fork server, and would start one for their workers that imports torch."""
+    return {"num_workers": number, "multiprocessing_context": "fork"}
+
+
 SOURCES: dict[str, Any] = {
-    "augmented": lambda: (Augmented(), {"shuffle": True, "num_workers": 1}),
+    "augmented": lambda: (Augmented(), {"shuffle": True, **workers(1)}),
     "batches": lambda: (DataLoader(tensors(), batch_sampler=Batches()), {}),
-    "split": lambda: (Split(), {"num_workers": 2}),
+    "split": lambda: (Split(), workers(2)),
     "unsplit": lambda: (Unsplit(), {}),
     "uneven": lambda: (Uneven(), {}),
 }
@@ -36,6 +41,7 @@ SOURCES: dict[str, Any] = {
 
 def train(rank: int, size: int, name: str) -> Any:
     """By step, the samples of all ranks in slot order, with the loss that they gave."""
+    torch.manual_seed(0)
     model = nn.Linear(1, 1).double()
     with instep.Run(global_batch=16, micro_batch=2, seed=5) as run:
         model, _ = run.prepare(model, torch.optim.SGD(model.parameters(), lr=1e-3))

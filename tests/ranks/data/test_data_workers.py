@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, WeightedRandomSampler, get_worker_info
@@ -145,6 +146,17 @@ def test_workers_are_kept_between_epochs_unless_refused(keeps: bool | None) -> N
     assert os.getpid() not in set.union(*readers)
     assert (readers[0] == readers[1] == readers[2]) is (keeps is None)
     assert all(len(seen) == 2 for seen in readers)
+
+
+@pytest.mark.parametrize("keeps", [True, False])
+def test_closing_ends_the_workers_at_once(keeps: bool) -> None:
+    """Without waiting for the garbage collector; torch's way to do so is private."""
+    loader = loader_of(Where(), num_workers=1, persistent_workers=keeps)
+    epoch = loader.start_epoch(0)
+    pids = {pid for batch in epoch.next_step() for pid in batch.data[0].tolist()}
+    epoch.close()
+    loader.close()
+    assert not any(psutil.pid_exists(pid) for pid in pids)
 
 
 def test_two_epochs_of_a_loader_at_once_do_not_disturb_each_other() -> None:

@@ -1,4 +1,4 @@
-"""What `torch.utils.data.get_worker_info()` answers. The only place that touches torch's private worker module.
+"""What `torch.utils.data.get_worker_info()` answers, and ends of workers: all that is private of torch's data loading.
 
 torch keeps the answer in a module variable, which its worker processes set. A virtual stream sets it to its own while
 its dataset runs. Should a later torch keep it elsewhere, `can_show()` is false: iterable datasets are then strided and
@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch.utils.data
+from torch.utils.data import DataLoader
 from torch.utils.data._utils import worker as _worker
 
 
@@ -65,6 +66,11 @@ def show_dataset(dataset: Any) -> None:
         return
     shown = ShownWorker(info.id, info.num_workers, info.seed - info.id, dataset)
     _worker._worker_info = shown  # type: ignore[assignment]
+
+
+def stop_kept_workers(served: DataLoader[Any]) -> None:
+    """Ends the processes that a DataLoader keeps between epochs."""
+    stop_workers(getattr(served, "_iterator", None))
 
 
 def stop_workers(iterator: Any) -> None:

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, get_worker_info
 
 from instep.errors import UsageError
 from instep.train.data.source import WorkerOptions
-from instep.train.data.torch_worker import show_dataset, stop_workers
+from instep.train.data.torch_worker import show_dataset, stop_kept_workers, stop_workers
 from instep.train.seeds import DATA, mix
 
 
@@ -100,7 +100,7 @@ class Service:
 
     def close(self) -> None:
         if self._kept is not None:
-            stop_workers(self._kept._iterator)
+            stop_kept_workers(self._kept)
             self._kept = None
 
     def _make(self, keeps: bool) -> DataLoader[Any]:
