@@ -49,12 +49,12 @@ class Slot:
 _STAGES = {"collective": "", "backward": "gradients", "forward": "buffers", "step": "optimizer", "data": "data"}
 
 
-def slots_of(view: RankView) -> dict[int, Slot]:
-    """Slots by sequence number, as far back as the page goes."""
+def slots_of(view: RankView, marks: list[Mark]) -> dict[int, Slot]:
+    """Slots by sequence number, as far back as the marks go."""
     found: dict[int, Slot] = {}
     entered: Mark | None = None
     turn = entered_turn = 0
-    for mark, turn in _with_turns(view.marks):
+    for mark, turn in _with_turns(marks):
         stage = mark.kind.partition("-")[0]
         if stage == "enter":
             entered, entered_turn = mark, turn
@@ -109,7 +109,12 @@ def find_mispairing(run: RunView) -> Mispairing | None:
     """None when every collective met its like, as far as the pages tell."""
     if not run.is_whole or counts_differ_rightly(run) or len(run.ranks) < 2:
         return None
-    tables = {view.rank: slots_of(view) for view in run.ranks}
+    return _search(run, kept=True) or _search(run, kept=False)
+
+
+def _search(run: RunView, kept: bool) -> Mispairing | None:
+    """In the pages that the launcher kept when it first saw a difference, or in those of the end."""
+    tables = {view.rank: slots_of(view, view.mispaired_marks if kept else view.marks) for view in run.ranks}
     if not all(tables.values()):
         return None
     first = max(min(table) for table in tables.values())
@@ -173,17 +178,3 @@ def _first_difference(
         if act != habit[index]:
             return habit[index], act
     return (habit[len(acts)], None) if complete and len(acts) < len(habit) else None
-
-
-def find_step_mismatch(run: RunView) -> dict[int, layout.StepMark] | None:
-    """The first common optimizer step after which the ranks had taken part in different numbers of collectives."""
-    if not run.is_whole or counts_differ_rightly(run) or any(view.page is None for view in run.ranks):
-        return None
-    last = min(view.num_steps for view in run.ranks)
-    first = max(1, max(view.num_steps for view in run.ranks) - layout.NUM_STEP_SLOTS + 1)
-    for step in range(first, last + 1):
-        marks = {view.rank: view.page.step_mark(step) for view in run.ranks if view.page}
-        known = {rank: mark for rank, mark in marks.items() if mark is not None}
-        if len(known) == len(run.ranks) and len({mark.sequence for mark in known.values()}) > 1:
-            return known
-    return None

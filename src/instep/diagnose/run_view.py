@@ -98,6 +98,7 @@ class RankView:
     failure: dict[str, Any] | None = None
     crash_text: str = ""
     stacks_text: str = ""
+    mispaired: Page | None = None
 
     @cached_property
     def sites(self) -> dict[int, CallSite]:
@@ -117,7 +118,12 @@ class RankView:
     @cached_property
     def marks(self) -> list[Mark]:
         """Of the main thread."""
-        return [mark for mark in self.page.marks() if not mark.flags & layout.OTHER_THREAD] if self.page else []
+        return _main_marks(self.page)
+
+    @property
+    def mispaired_marks(self) -> list[Mark]:
+        """As they were when the launcher first saw the ranks' counts differ; empty when it never did."""
+        return _main_marks(self.mispaired)
 
     @property
     def num_steps(self) -> int:
@@ -258,6 +264,10 @@ class RunView:
         return max(0.0, seen - when) if seen else 0.0
 
 
+def _main_marks(page: Page | None) -> list[Mark]:
+    return [mark for mark in page.marks() if not mark.flags & layout.OTHER_THREAD] if page else []
+
+
 def read_run(root: Path) -> RunView:
     run_dir = RunDir(root)
     ranks = tuple(_read_rank(rank, run_dir.rank(rank)) for rank in run_dir.ranks())
@@ -273,6 +283,7 @@ def _read_rank(rank: int, paths: RankDir) -> RankView:
         read_json(paths.failure),
         read_text(paths.crash),
         read_text(paths.stacks),
+        read_page(paths.mispaired_page),
     )
 
 

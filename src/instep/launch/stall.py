@@ -18,6 +18,7 @@ from typing import Any
 
 from instep.launch.group_state import GroupState
 from instep.launch.linux import list_children
+from instep.launch.pairing import PairWatch
 from instep.launch.watch import Verdict
 from instep.records import recording as layout
 from instep.records.recording import Page, check_page
@@ -129,6 +130,9 @@ class StallWatch:
         self._write(stall, now)
         return self.describe(), stall.proven
 
+    def pages(self) -> dict[int, mmap.mmap]:
+        return {rank: watched.page for rank, watched in self._ranks.items()}
+
     def _see(self, rank: int, pid: int | None, now: float) -> Sight | None:
         watched = self._ranks.get(rank)
         if pid is not None and (watched is None or watched.pid != pid):
@@ -214,11 +218,13 @@ def watch_for_stalls(
     run_dir: RunDir, stall_after: float, stops: bool, describe: Callable[[], str]
 ) -> Callable[[GroupState, float], Verdict | None]:
     """What the launcher's loop calls at every tick. stops: end the run at any stall, not only at a proven deadlock."""
-    watch = StallWatch(run_dir, stall_after, describe)
+    watch, pairs = StallWatch(run_dir, stall_after, describe), PairWatch(run_dir)
 
     def on_tick(group: GroupState, now: float) -> Verdict | None:
         pids = {rank.place.rank: rank.pid if rank.alive else None for rank in group.ranks}
         text, proven = watch.look(pids, time.monotonic())
+        if not text and pairs.look(watch.pages()):
+            return Verdict(describe())
         declared = watch.just_declared
         return Verdict(text, stop=declared and (proven or stops)) if text or declared else None
 

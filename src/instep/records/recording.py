@@ -38,9 +38,7 @@ U64 = struct.Struct("<Q")
 I64 = struct.Struct("<q")
 F64 = struct.Struct("<d")
 MARK = struct.Struct("<BBHIQIIQd")  # kind, operation, flags, site, sequence number, step, count, elements, monotonic
-STEP = struct.Struct(
-    "<QQIIIIIIdd"
-)  # step, sequence, forwards, reduced backwards, backwards, batches, calls, site, lr, t
+STEP = struct.Struct("<QQIIIIIIdd")  # step, sequence, turns, reduced backwards, backwards, batches, calls, site, lr, t
 BATCH = struct.Struct("<IIIIQQQQ")  # loader, pass, index, flags, prints of up to four tensors
 
 KINDS = (
@@ -122,11 +120,11 @@ class Mark:
 
 @dataclass(frozen=True)
 class StepMark:
-    """The end of an optimizer step: how much had happened in the rank so far."""
+    """The end of an optimizer step: how much had happened in the rank so far. turns: forwards whose backward averages."""
 
     step: int
     sequence: int
-    forwards: int
+    turns: int
     reduced: int
     backwards: int
     batches: int

@@ -140,6 +140,11 @@ class RankDir:
         return self.root / "page.bin"
 
     @property
+    def mispaired_page(self) -> Path:
+        """The page as it was when the ranks were first seen to differ in the number of their collectives."""
+        return self.root / "mispaired.bin"
+
+    @property
     def snapshot(self) -> Path:
         """Where its threads were and its newest collectives, written when a stall was suspected."""
         return self.root / "snapshot.json"

@@ -56,6 +56,8 @@ def _enter(recorder: Recorder, losses: Losses, tensors: Any) -> tuple[int, float
     recorder.depth = 0
     recorder.open_step = None
     recorder.backwards += 1
+    if recorder.backwards == 1:
+        recorder.turns = min(recorder.turns, 1)  # a trial forward on one rank, before training, does not count
     loss = tensors if isinstance(tensors, torch.Tensor) else None
     has_graph = loss is None or loss.grad_fn is not None
     if loss is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from collections import deque
 from types import FrameType
 from typing import Any
@@ -15,10 +16,12 @@ from instep.launch.probe.sites import is_users_file
 from instep.records import recording as layout
 
 _EVERY_STEPS = 8
+_EVERY_SECONDS = 0.1  # reading the size of a process takes 50 us
 _GROWTH_BYTES = 24 << 20  # less than this is the allocator's noise
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 _CO_OPTIMIZED = 1
 
+_looked = [0.0]
 _baseline = [0]
 _seen: dict[tuple[str, str, str], list[tuple[int, int]]] = {}
 _noted: set[tuple[str, str, str]] = set()
@@ -26,12 +29,13 @@ _noted: set[tuple[str, str, str]] = set()
 
 @contained
 def look_for_kept_graphs(recorder: Recorder) -> None:
-    step = recorder.num_steps
-    if step % _EVERY_STEPS:
+    step, when = recorder.num_steps, time.monotonic()
+    if step % _EVERY_STEPS or when - _looked[0] < _EVERY_SECONDS:
         return
+    _looked[0] = when
     now = read_used_bytes()
     layout.U64.pack_into(recorder.page, layout.RESIDENT_BYTES, now)
-    if step <= _EVERY_STEPS or not _baseline[0]:
+    if not _baseline[0]:
         _baseline[0] = now
         recorder.log.note("memory", used=now)
         return

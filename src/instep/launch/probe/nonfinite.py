@@ -16,9 +16,9 @@ _LATEST_BATCH: list[tuple[str, weakref.ref[torch.Tensor]]] = []
 SCALED: dict[str, Any] = {"raw": None, "scaled": None}  # of the newest GradScaler.scale
 
 
-def remember_batch(leaves: list[tuple[str, torch.Tensor]]) -> None:
+def remember_batch(batch: Any) -> None:
     """Knows the tensors of the newest batch without keeping them alive."""
-    _LATEST_BATCH[:] = [(place, weakref.ref(tensor)) for place, tensor in leaves]
+    _LATEST_BATCH[:] = [(place, weakref.ref(tensor)) for place, tensor in tensors_in(batch)]
 
 
 def note_nonfinite(recorder: Recorder, loss: torch.Tensor, site: int, history: list[float]) -> int:

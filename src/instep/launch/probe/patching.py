@@ -11,6 +11,9 @@ from typing import Any
 from instep.launch.probe.recorder import contained
 
 
+REPLACED: list[tuple[Any, str, Callable[..., Any], Callable[..., Any]]] = []  # owner, name, original, wrapper
+
+
 def replace(owner: Any, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> bool:
     """Replaces `owner.name` by `wrap(owner.name)`; False when this version of torch has no such name."""
     original = getattr(owner, name, None)
@@ -19,6 +22,7 @@ def replace(owner: Any, name: str, wrap: Callable[[Callable[..., Any]], Callable
     wrapper = functools.wraps(original)(wrap(original))
     wrapper._instep_wraps = original  # type: ignore[attr-defined]
     setattr(owner, name, wrapper)
+    REPLACED.append((owner, name, original, wrapper))
     return True
 
 

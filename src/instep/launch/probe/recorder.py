@@ -84,7 +84,7 @@ class Recorder:
             layout.STEPS + (number - 1) % layout.NUM_STEP_SLOTS * layout.STEP.size,
             number,
             self.sequence(),
-            self.forwards,
+            self.turns & 0xFFFFFFFF,
             self.reduced,
             self.backwards,
             self.batches,
