@@ -37,7 +37,10 @@ def software() -> str:
             found.append(f"{name} not installed")
     source = Path(__file__).parent
     commit = subprocess.run(
-        ["git", "-C", source, "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
+        ["git", "-C", source, "describe", "--always", "--dirty", "--exclude=*"],
+        capture_output=True,
+        text=True,
+        check=False,
     )
     return ", ".join([*found, f"instep at {commit.stdout.strip() or 'no commit'}"])
 
@@ -49,7 +52,8 @@ def load_before() -> float:
 
 def write_page(path: Path, title: str, figures: list[str], load: float) -> None:
     """figures: text tables, as printed. Marks the page provisional when the machine was busy before the measurement."""
-    command = shlex.join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]])
+    words = [word for word, before in zip(sys.argv[1:], sys.argv) if "--out" not in (word, before)]
+    command = shlex.join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *words])
     provisional = (
         f"**Provisional**: before the start {load:.1f} other processes wanted the {os.cpu_count()} cores, so that "
         "times are inflated and intervals wide.\n\n"
