@@ -138,7 +138,8 @@ def run_agent(channel_file: int, words: list[str], program: list[str]) -> None:
     class Agent(local_elastic_agent.LocalElasticAgent):
         def _start_workers(self, worker_group: Any) -> dict[int, Any]:
             line.join_peers(worker_group)
-            return super()._start_workers(worker_group)
+            # torch's own decorator hides the argument from the type checker.
+            return super()._start_workers(worker_group)  # pyright: ignore[reportCallIssue]
 
     def start_processes(
         name: str,

@@ -40,16 +40,24 @@ def needs_agent(options: Mapping[str, Any], environ: Mapping[str, str]) -> bool:
 def open_store(options: Mapping[str, Any]) -> tuple[socket.socket, tuple[str, int]]:
     """A listening socket for the store and the address that ranks are told. Raises UsageError for a port in use."""
     if options["standalone"] or options["master_port"] is None:
-        server = listen("127.0.0.1", 0)
-        return server, ("localhost", server.getsockname()[1])
+        host = options["local_addr"] or "localhost"
+        server = listen(_listening_host(host), 0)
+        return server, (host, server.getsockname()[1])
     host, port = options["master_addr"], options["master_port"]
     try:
-        return listen("127.0.0.1" if host in ("localhost", "127.0.0.1") else "0.0.0.0", port), (host, port)
+        return listen(_listening_host(host), port), (host, port)
     except (OSError, OverflowError) as error:
         raise UsageError(
             f"--master-port {port} cannot be used on this machine: {getattr(error, 'strerror', None) or error}. "
             "Leave it out (a free port is found then), or choose another."
         ) from error
+
+
+def _listening_host(host: str) -> str:
+    """Nobody outside needs to reach a run on one machine, unless its address was chosen."""
+    if host in ("localhost", "127.0.0.1"):
+        return "127.0.0.1"
+    return "::" if ":" in host else "0.0.0.0"
 
 
 def start_store(zygote: Zygote, server: socket.socket, log: int, num_ranks: int) -> socket.socket:

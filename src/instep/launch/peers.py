@@ -21,7 +21,7 @@ class Peers:
     """The other nodes of one attempt. on_lost is called once, from another thread, with a sentence."""
 
     def __init__(self, store: dist.Store, rank: int, size: int, on_lost: Callable[[str], None]) -> None:
-        self.store = store.clone()
+        self.store: dist.Store = store.clone()  # pyright: ignore[reportAttributeAccessIssue]  # not in torch's stubs
         self.rank = rank
         self.size = size
         self.on_lost = on_lost
@@ -36,7 +36,8 @@ class Peers:
         self.ended.set()
 
     def _beat(self) -> None:
-        heard = dict.fromkeys((peer for peer in range(self.size) if peer != self.rank), (b"", time.monotonic()))
+        others = (peer for peer in range(self.size) if peer != self.rank)
+        heard: dict[int, tuple[bytes, float]] = dict.fromkeys(others, (b"", time.monotonic()))
         store_answers_at = time.monotonic()
         count = 0
         while not self.ended.wait(BEAT_SECONDS):

@@ -63,7 +63,9 @@ def _enter(argv: list[str], first_path: str) -> None:
 
 def _make_main(path: str | None) -> types.ModuleType:
     main = types.ModuleType("__main__")
-    names: dict[str, Any] = {"__builtins__": sys.modules["builtins"], "__annotations__": {}}
+    names: dict[str, Any] = {"__builtins__": sys.modules["builtins"]}
+    if sys.version_info < (3, 14):  # since then annotations are made when they are asked for
+        names["__annotations__"] = {}
     if path is not None:
         loader = (
             importlib.machinery.SourcelessFileLoader if path.endswith(".pyc") else importlib.machinery.SourceFileLoader
