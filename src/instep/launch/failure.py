@@ -223,11 +223,9 @@ def _find_signal(
         used = f"rank {rank} had used {describe_bytes(guilty.peak_bytes)} at most"
         most = f"the largest rank was {largest.place.rank} with {describe_bytes(largest.peak_bytes)}"
         evidence.append(Evidence(f"{used}; {most}", "wait4", rank))
-    if memory is not None:
-        evidence.append(Evidence(memory, "memory.events"))
     return Finding(
         id="memory/killed" if memory else "crash/signal",
-        title=f"rank {rank} {describe_exit(-number)}",
+        title=f"rank {rank} was killed because memory ran out" if memory else f"rank {rank} {describe_exit(-number)}",
         cause=memory or _why_signal(number),
         fix=_what_to_do(number, memory is not None, site),
         evidence=tuple(evidence),

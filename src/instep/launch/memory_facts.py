@@ -18,15 +18,28 @@ class MemoryFacts:
     total_bytes: int | None = None
 
 
-def read_memory_facts(root: Path = _ROOT) -> MemoryFacts:
+def read_memory_facts(root: Path = _ROOT, membership: Path = Path("/proc/self/cgroup")) -> MemoryFacts:
     """Facts of this process's cgroup (both versions) and machine; unreadable ones are None."""
-    folder = _own_group(root)
-    return MemoryFacts(
-        oom_kills=_field(folder / "memory.events", "oom_kill")
-        or _field(root / "memory/memory.oom_control", "oom_kill"),
-        limit_bytes=_number(folder / "memory.max") or _number(root / "memory/memory.limit_in_bytes"),
-        total_bytes=_total(),
-    )
+    for counts, limit in _own_files(root, membership):
+        kills = _field(counts, "oom_kill")
+        if kills is not None:
+            return MemoryFacts(kills, _number(limit), _total())
+    return MemoryFacts(total_bytes=_total())
+
+
+def _own_files(root: Path, membership: Path) -> list[tuple[Path, Path]]:
+    """Where kills are counted and where the limit stands: version 2 first, our group before the root's."""
+    try:
+        lines = membership.read_text(encoding="ascii").splitlines()
+    except OSError:
+        lines = []
+    unified = next((line.split("::", 1)[1] for line in lines if line.startswith("0::")), "/").lstrip("/")
+    memory = next((line.split(":", 2)[2] for line in lines if line.split(":")[1] == "memory"), "/").lstrip("/")
+    second = [root / unified, root]
+    first = [root / "memory" / memory, root / "memory"]
+    return [(folder / "memory.events", folder / "memory.max") for folder in second] + [
+        (folder / "memory.oom_control", folder / "memory.limit_in_bytes") for folder in first
+    ]
 
 
 def explain_kill(before: MemoryFacts, after: MemoryFacts) -> str | None:
@@ -34,23 +47,15 @@ def explain_kill(before: MemoryFacts, after: MemoryFacts) -> str | None:
     if before.oom_kills is None or after.oom_kills is None or after.oom_kills <= before.oom_kills:
         return None
     limit = f" of {describe_bytes(after.limit_bytes)}" if after.limit_bytes and after.limit_bytes < 1 << 60 else ""
-    kills = after.oom_kills - before.oom_kills
-    return f"the cgroup's memory limit{limit} was reached, and the kernel killed for it ({kills} kills meanwhile)"
+    times = after.oom_kills - before.oom_kills
+    return (
+        f"The cgroup's memory limit{limit} was reached, and the kernel killed for it {times} time{'s' * (times > 1)}."
+    )
 
 
 def describe_bytes(count: int) -> str:
     """`1.5 GiB`."""
     return f"{count / 2**30:.1f} GiB" if count >= 2**30 else f"{count / 2**20:.0f} MiB"
-
-
-def _own_group(root: Path) -> Path:
-    try:
-        lines = Path("/proc/self/cgroup").read_text(encoding="ascii").splitlines()
-    except OSError:
-        return root
-    unified = next((line.split("::", 1)[1] for line in lines if line.startswith("0::")), "/")
-    folder = root / unified.lstrip("/")
-    return folder if (folder / "memory.events").exists() else root
 
 
 def _field(path: Path, name: str) -> int | None:

@@ -108,9 +108,7 @@ def test_a_kill_for_memory_is_known_by_the_cgroup(tmp_path: Path) -> None:
     rank.peak_bytes = 1 << 30
     finding = find_crash(GroupState([rank]), RunDir(tmp_path), before, after)
     assert finding is not None and finding.id == "memory/killed"
-    assert finding.cause == (
-        "the cgroup's memory limit of 2.0 GiB was reached, and the kernel killed for it (1 kills meanwhile)"
-    )
+    assert finding.cause == ("The cgroup's memory limit of 2.0 GiB was reached, and the kernel killed for it 1 time.")
     assert any("rank 0 had used 1.0 GiB at most" in evidence.fact for evidence in finding.evidence)
 
 
@@ -122,9 +120,17 @@ def test_a_kill_is_not_blamed_on_memory_without_proof() -> None:
 def test_reads_the_facts_of_both_cgroup_versions(tmp_path: Path) -> None:
     (tmp_path / "memory.events").write_text("low 0\noom 3\noom_kill 2\n")
     (tmp_path / "memory.max").write_text("1048576\n")
-    facts = read_memory_facts(tmp_path)
+    membership = tmp_path / "cgroup"
+    membership.write_text("12:memory:/job\n1:name=systemd:/x\n0::/\n")
+    facts = read_memory_facts(tmp_path, membership)
     assert (facts.oom_kills, facts.limit_bytes) == (2, 1048576)
-    assert read_memory_facts(tmp_path / "none").oom_kills is None
+    folder = tmp_path / "old" / "memory" / "job"
+    folder.mkdir(parents=True)
+    (folder / "memory.oom_control").write_text("oom_kill_disable 0\nunder_oom 0\noom_kill 7\n")
+    (folder / "memory.limit_in_bytes").write_text("4096\n")
+    facts = read_memory_facts(tmp_path / "old", membership)
+    assert (facts.oom_kills, facts.limit_bytes) == (7, 4096)
+    assert read_memory_facts(tmp_path / "none", membership).oom_kills is None
 
 
 def test_leaves_failures_in_the_ranks_folders(tmp_path: Path) -> None:
