@@ -13,20 +13,37 @@ from instep.verify.verdict import Verdict
 HEADINGS = ("step", "samples", "loss", "gradients", "parameters", "buffers", "learning rate")
 _WIDTH = 118
 _MOST_OTHERS = 3
+_MOST_ROWS = 12  # of a table; beyond it the beginning, the end and the steps around the first parting
 
 
 def table_rows(comparison: Comparison) -> list[tuple[str, ...]]:
     judged = not comparison.by_rights
-    return [
-        (
-            str(row.step),
-            _samples(row),
-            _losses(row),
-            *(_apart(row.differences.get(key), judged) for key in ("gradients", "parameters", "buffers")),
-            _rates(row),
-        )
-        for row in comparison.rows
-    ]
+    shown: list[tuple[str, ...]] = []
+    last = 0
+    for row in choose_rows(comparison):
+        if row.step > last + 1:
+            shown.append(("...", *[""] * (len(HEADINGS) - 1)))
+        shown.append(_cells(row, judged))
+        last = row.step
+    return shown
+
+
+def choose_rows(comparison: Comparison) -> list[StepRow]:
+    if len(comparison.rows) <= _MOST_ROWS:
+        return comparison.rows
+    ends = {1, 2, 3, len(comparison.rows)}
+    around = {step + offset for step in [one.step for one in comparison.partings[:1]] for offset in (-1, 0, 1, 2)}
+    return [row for row in comparison.rows if row.step in ends | around]
+
+
+def _cells(row: StepRow, judged: bool) -> tuple[str, ...]:
+    return (
+        str(row.step),
+        _samples(row),
+        _losses(row),
+        *(_apart(row.differences.get(key), judged) for key in ("gradients", "parameters", "buffers")),
+        _rates(row),
+    )
 
 
 def _samples(row: StepRow) -> str:

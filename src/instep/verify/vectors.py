@@ -10,7 +10,7 @@ from typing import Any
 import numpy
 
 Vectors = Mapping[str, Any]  # name -> numpy.ndarray of float64
-FLOOR = 1e-2  # a parameter whose gradient is that much smaller than the model's is compared with the model's
+FLOOR = 0.1  # of the model's typical gradient: one that is smaller, as its terms cancel, is compared with that
 
 
 @dataclass(frozen=True)

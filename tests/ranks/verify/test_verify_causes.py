@@ -63,6 +63,8 @@ def test_every_script_is_tried() -> None:
 HEALTHY = {
     "healthy_by_hand": {},
     "healthy_dropout": {},
+    "healthy_exact": {"exact": True},
+    "healthy_fsdp1": {},
     "healthy_gan": {},
     "healthy_run": {"sizes": (1, 2, 4)},
     "healthy_scaler": {},
@@ -78,6 +80,12 @@ def test_healthy_scripts_are_in_step(name: str, tmp_path: Path) -> None:
     assert len(rows) >= 4 * len(verdict.comparisons)
     assert all(row.same_samples and row.samples[0] == 32 for row in rows)
     assert all("gradients" in row.differences and "parameters" in row.differences for row in rows)
+
+
+def test_equal_bits_are_asked_for_and_missed(tmp_path: Path) -> None:
+    verdict = verify_script("healthy_run", tmp_path, steps=1, exact=True)
+    assert [parting.cause.id for parting in verdict.partings] == ["not-exact"]
+    assert "instep.Run(exact=True)" in verdict.partings[0].cause.fix
 
 
 def test_a_sampler_made_with_the_rank_of_an_argument(tmp_path: Path) -> None:

@@ -17,8 +17,8 @@ def vectors(scale: float = 1.0) -> dict[str, numpy.ndarray]:
 
 
 def test_the_farthest_parameter_is_named_relative_to_its_size() -> None:
-    one = {"a": numpy.array([100.0, 0.0]), "b": numpy.array([1.0])}
-    other = {"a": numpy.array([101.0, 0.0]), "b": numpy.array([1.5])}
+    one = {"a": numpy.array([4.0, 0.0]), "b": numpy.array([1.0])}
+    other = {"a": numpy.array([4.04, 0.0]), "b": numpy.array([1.5])}
     found = farthest(one, other, scales(one))
     assert found.name == "b"
     assert found.relative == pytest.approx(0.5)

@@ -50,6 +50,18 @@ def why_samples(pair: Pair) -> Cause:
     extra, missing = there - here, here - there
     laps = pair.other.ranks[0].named("lap")
     line = laps[-1]["line"] if laps else next((n["line"] for n in pair.other.ranks[0].named("loader")), "")
+    ends = [_epochs_ended(record, pair.number) for record in (pair.reference, pair.other)]
+    if ends[0] != ends[1]:
+        shorter = pair.other if ends[1] > ends[0] else pair.reference
+        return Cause(
+            "epoch-length",
+            f"Before this step {_processes(pair.reference)} had ended {ends[0]} epochs and {_processes(pair.other)} "
+            f"{ends[1]}: an epoch has fewer steps with {_processes(shorter)}, as the last batch is dropped, filled up or "
+            "counted for each rank by itself.",
+            "Choose a global batch that divides the data, or count in steps instead of epochs; instep.Run's epochs have "
+            "the same steps on any number of processes.",
+            line,
+        )
     before = _union(pair.other, range(1, pair.number))
     whole = _union(pair.reference, range(1, pair.reference.num_steps + 1))
     padded = laps and not laps[-1]["drop_last"] and laps[-1]["length"] % pair.other.world_size
@@ -84,6 +96,11 @@ def why_samples(pair: Pair) -> Cause:
         "DataLoaderConfiguration(use_seedable_sampler=True)).",
         line,
     )
+
+
+def _epochs_ended(record: Record, number: int) -> int:
+    """Epochs of a sampler that ended before a step."""
+    return sum(lap["lap"] > 0 and lap["after"] < number for lap in record.ranks[0].named("lap"))
 
 
 def _union(record: Record, numbers: range) -> Counter[str]:

@@ -12,6 +12,12 @@ from instep.verify.records import Record
 from instep.verify.tolerance import Tolerance
 from instep.verify.within.weights import order_cause
 
+NOT_EXACT = Cause(
+    "not-exact",
+    "The numbers agree within their tolerance but not in every bit, which --exact asks for: they were added in another "
+    "order.",
+    "Train through instep.Run(exact=True); every other way to add over ranks has an order of its own.",
+)
 JUDGED = ("loss", "gradients", "gradient norm", "parameters", "buffers")
 
 
@@ -149,21 +155,25 @@ def _why_after(pair: Pair) -> Cause:
 
 
 def _judge_bits(result: Comparison, pair: Pair, row: StepRow) -> None:
+    """Gradients and parameters bit by bit, and the losses of all micro-batches, which only instep.Run keeps equal."""
     one, two = pair.reference.step(pair.number)[0].facts, pair.other.step(pair.number)[0].facts
+    if pair.other.uses_run and len({_losses(record, pair.number) for record in (pair.reference, pair.other)}) > 1:
+        found = row.differences.get("loss")
+        apart = found.relative if found is not None else None
+        result.partings.append(Parting(row.step, "loss", "runs", result.world_size, NOT_EXACT, "", apart, 0.0))
+        return
     for quantity, key in (("gradients", "gradient_bits"), ("parameters", "parameter_bits")):
         name = next((n for n, bits in one[key].items() if two[key].get(n, bits) != bits), None)
         if name is not None:
             found = row.differences[quantity]
-            cause = Cause(
-                "not-exact",
-                "The numbers agree within their tolerance but not in every bit, which --exact asks for: they were added "
-                "in another order.",
-                "Train through instep.Run(exact=True); every other way to add over ranks has an order of its own.",
-            )
             result.partings.append(
-                Parting(row.step, quantity, "runs", result.world_size, cause, name, found.relative, 0.0)
+                Parting(row.step, quantity, "runs", result.world_size, NOT_EXACT, name, found.relative, 0.0)
             )
             return
+
+
+def _losses(record: Record, number: int) -> tuple[float, ...]:
+    return tuple(sorted(one["loss"] or 0.0 for update in record.step(number) for one in update.facts["backwards"]))
 
 
 def _describe_rights(result: Comparison) -> str:

@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from instep.verify.record.forwards import Calls
 from instep.verify.record.patch import replace
+from instep.verify.record.pieces import is_piece
 from instep.verify.record.prints import print_tensor
 from instep.verify.record.state import Recording, users_line
 
@@ -107,7 +108,7 @@ def _wrap_group(recording: Recording, seen: weakref.WeakSet[Any], original: Call
 
 def watch_parameter(recording: Recording, parameter: torch.nn.Parameter) -> None:
     """Adds up what this rank's backward passes give for the parameter since its gradient was last cleared."""
-    is_sharded = hasattr(parameter, "full_tensor")
+    is_sharded = hasattr(parameter, "full_tensor") or is_piece(parameter)
     if not parameter.requires_grad or not parameter.is_leaf or is_sharded or hasattr(parameter, "_instep_recorded"):
         return
     parameter._instep_recorded = True  # type: ignore[attr-defined]
@@ -141,7 +142,7 @@ def _wrap_zero(recording: Recording, original: Callable[..., Any]) -> Callable[.
 def capture_reduced(recording: Recording, parameters: Any) -> None:
     """The gradients as they are now, unless they were taken before: after averaging, before clipping and unscaling."""
     for parameter in parameters:
-        if parameter.grad is not None and id(parameter) not in recording.reduced:
+        if parameter.grad is not None and id(parameter) not in recording.reduced and not is_piece(parameter):
             recording.reduced[id(parameter)] = print_tensor(parameter.grad)
 
 

@@ -11,6 +11,7 @@ from instep.verify.record.forwards import record_forwards
 from instep.verify.record.gradients import record_gradients
 from instep.verify.record.loading import record_loading
 from instep.verify.record.options import Options
+from instep.verify.record.pieces import record_pieces
 from instep.verify.record.state import Recording
 from instep.verify.record.traffic import record_traffic
 from instep.verify.record.updates import record_updates
@@ -21,6 +22,7 @@ def install(options: Options) -> Recording:
     recording.note("start", rank=recording.rank, world_size=recording.world_size, pid=os.getpid())
     calls = record_forwards(recording)
     scaling = record_gradients(recording, calls)
+    record_pieces()
     record_loading(recording)
     record_traffic(recording)
     record_updates(recording, scaling)

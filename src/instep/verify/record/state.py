@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ import torch
 
 from instep.launch.probe.sites import is_users_file
 from instep.verify.record.options import Options
+from instep.verify.record.pieces import gather_whole, is_piece
 from instep.verify.record.prints import digest, print_tensor
 from instep.verify.record.samples import Samples
 
@@ -170,8 +171,11 @@ def unwrap(model: torch.nn.Module) -> torch.nn.Module:
     return model
 
 
-def prints_of(kind: str, tensors: dict[str, torch.Tensor]) -> dict[str, numpy.ndarray[Any, Any]]:
-    return {f"{kind}/{name}": print_tensor(tensor) for name, tensor in tensors.items()}
+def prints_of(kind: str, tensors: Mapping[str, torch.Tensor]) -> dict[str, numpy.ndarray[Any, Any]]:
+    return {
+        f"{kind}/{name}": print_tensor(gather_whole(tensor, tensor) if is_piece(tensor) else tensor)
+        for name, tensor in tensors.items()
+    }
 
 
 def digests_of(tensors: dict[str, torch.Tensor]) -> dict[str, str]:

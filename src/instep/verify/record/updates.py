@@ -13,6 +13,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from instep.verify.record.forwards import WRAPPED
 from instep.verify.record.gradients import Scaling, capture_reduced, wrapper_of
 from instep.verify.record.patch import replace
+from instep.verify.record.pieces import gather_whole, is_piece
 from instep.verify.record.prints import print_tensor
 from instep.verify.record.state import Recording, digests_of, named, plain_name, prints_of, unwrap, users_line
 
@@ -79,22 +80,25 @@ def _before(recording: Recording, steps: Steps, scaling: Scaling, optimizer: tor
     if is_first:
         recording.optimizers.append(id(optimizer))
     capture_reduced(recording, parameters.values())
-    gradients = {name: p.grad for name, p in parameters.items() if p.grad is not None}
+    whole = {name: p for name, p in parameters.items() if not is_piece(p)}
+    gradients = {name: p.grad for name, p in whole.items() if p.grad is not None}
     factor = 1.0 / float(getattr(optimizer, "grad_scale", None) or 1.0)  # a fused optimizer unscales while it reads
     changed = [n for n, p in parameters.items() if steps.versions.get(id(p), p._version) != p._version]
     arrays = {f"applied/{name}": print_tensor(gradient) * factor for name, gradient in gradients.items()}
-    # What instep.Run multiplies into a fused step is part of its gradient; a loss scale is not.
+    for name, parameter in parameters.items():
+        if name not in whole:
+            arrays[f"applied/{name}"] = print_tensor(gather_whole(parameter, parameter.grad)) * factor
     scale = scaling.factor if any(one["scale"] != 1.0 for one in recording.step["backwards"]) else 1.0
-    if recording.uses_run:
+    if recording.uses_run:  # what it multiplies into a fused step is part of the gradient; a loss scale is not
         arrays |= {f"reduced/{name}": arrays[f"applied/{name}"] for name in gradients}
         scale = 1.0
     else:
-        arrays |= {
-            f"reduced/{n}": recording.reduced[id(p)] for n, p in parameters.items() if id(p) in recording.reduced
-        }
-        arrays |= {f"local/{n}": recording.local[id(p)] for n, p in parameters.items() if id(p) in recording.local}
-    if is_first or (changed and not any(hasattr(p, "full_tensor") for p in parameters.values())):
-        arrays |= prints_of("start", dict(parameters))
+        reduced, local = recording.reduced, recording.local
+        arrays |= {f"reduced/{n}": reduced.get(id(p), arrays.get(f"applied/{n}")) for n, p in parameters.items()
+                   if f"applied/{n}" in arrays}  # fmt: skip
+        arrays |= {f"local/{n}": local[id(p)] for n, p in parameters.items() if id(p) in local}
+    if is_first or (changed and not _is_sharded(parameters)):  # a sharded one is gathered, which all ranks have to do
+        arrays |= prints_of("start", parameters)
     steps.arrays = arrays
     steps.facts = {
         "optimizer": recording.optimizers.index(id(optimizer)),
@@ -113,6 +117,10 @@ def _before(recording: Recording, steps: Steps, scaling: Scaling, optimizer: tor
     }
 
 
+def _is_sharded(parameters: dict[str, torch.nn.Parameter]) -> bool:
+    return any(hasattr(p, "full_tensor") or is_piece(p) for p in parameters.values())
+
+
 def _describe_wrapping(parameters: dict[str, torch.nn.Parameter]) -> dict[str, Any]:
     """How gradients of these parameters come to be averaged, as far as it shows."""
     ids = {id(p) for p in parameters.values()}
@@ -121,7 +129,7 @@ def _describe_wrapping(parameters: dict[str, torch.nn.Parameter]) -> dict[str, A
     meshes = {tuple(p.device_mesh.shape) for p in sharded}  # type: ignore[union-attr]
     facts: dict[str, Any] = {
         "joined": dist.is_available() and dist.is_initialized(),
-        "sharded": len(sharded),
+        "sharded": len(sharded) + sum(map(is_piece, parameters.values())),
         "mesh_axes": max((len(shape) for shape in meshes), default=0),
         "wrapped": found is not None,
     }
@@ -143,8 +151,9 @@ def _after(recording: Recording, steps: Steps, optimizer: torch.optim.Optimizer)
     for number, model in enumerate(recording.models):
         prefix = f"model{number}." if len(recording.models) > 1 else ""
         buffers |= {prefix + name: buffer for name, buffer in unwrap(model).named_buffers()}
-    arrays = steps.arrays | prints_of("param", dict(parameters)) | prints_of("buffer", buffers)
-    facts = {"parameter_bits": digests_of(dict(parameters)), "statistics": _statistics_of(recording)}
+    arrays = steps.arrays | prints_of("param", parameters) | prints_of("buffer", buffers)
+    whole = {name: p for name, p in parameters.items() if not is_piece(p)}
+    facts = {"parameter_bits": digests_of(dict(whole)), "statistics": _statistics_of(recording)}
     recording.finish_update(steps.facts | facts, arrays)
     for parameter in parameters.values():
         recording.local.pop(id(parameter), None)

@@ -21,25 +21,27 @@ def is_split(update: Update) -> bool:
 
 
 def parameter_order(record: Record) -> Iterator[Parting]:
-    first = record.ranks[0].updates[0].facts["model_names"]
+    facts = record.ranks[0].updates[0].facts
+    first = facts["model_names"]
     for rank in record.ranks[1:]:
         names = rank.updates[0].facts["model_names"]
         if names != first and sorted(names) == sorted(first):
             place = next(i for i, (one, other) in enumerate(zip(first, names)) if one != other)
-            yield Parting(
-                1, "parameter order", "ranks", record.world_size, order_cause(first[place], names[place],
-                f"on rank {record.ranks[0].number}", f"on rank {rank.number}"), name=first[place],
-            )  # fmt: skip
+            cause = order_cause(
+                first[place], names[place], "on rank 0", f"on rank {rank.number}", facts.get("wrap_line", "")
+            )
+            yield Parting(1, "parameter order", "ranks", record.world_size, cause, first[place])
             return
 
 
-def order_cause(one: str, other: str, here: str, there: str) -> Cause:
+def order_cause(one: str, other: str, here: str, there: str, line: str) -> Cause:
     return Cause(
         "parameter-order",
         f"The model has the same parameters in another order: where {one} stands {here}, {other} stands {there}. "
         "The order comes from something that differs between processes, most often a set of names; gradients are "
         "averaged by position, so different parameters are mixed, and initial weights are drawn in another order.",
         "Build the model from a sorted list: sorted(set(names)) instead of set(names).",
+        line,
     )
 
 
