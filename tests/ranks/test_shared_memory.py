@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import random
 import signal
 import time
 from datetime import timedelta
@@ -194,3 +195,30 @@ def test_a_long_wait_is_announced_by_a_collective_in_which_all_take_part():
     for seen, num_announced in run_ranks(one_comes_late, 2):
         assert seen == [[3.0]] * 8
         assert num_announced == 2
+
+
+def many_steps(rank: int, size: int, steps: int) -> int:
+    """Sums of small whole numbers are exact, so each can be checked; ranks come early and late at random."""
+    transport = make_transport(rank, size)
+    buckets = [Bucket(index, transport.allocate(numel, torch.float32)) for index, numel in enumerate((3, 5000, 70_000))]
+    chance = random.Random(rank)
+    for step in range(steps):
+        handles = []
+        for bucket in buckets:
+            bucket.flat.fill_(rank + step % 1000)
+            if chance.random() < 0.2:
+                time.sleep(chance.random() * 1e-3)
+            handles.append(transport.start(bucket))
+        expected = sum(range(size)) + size * (step % 1000)
+        for handle, bucket in zip(handles, buckets):
+            handle.wait()
+            if not bool((bucket.flat == expected).all()):
+                return step
+    transport.close()
+    return steps
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [2, 4, 8])
+def test_thousands_of_steps_with_ranks_that_come_at_any_time(size):
+    assert run_ranks(many_steps, size, 4000, timeout_seconds=280) == [4000] * size
