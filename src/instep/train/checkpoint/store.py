@@ -58,6 +58,7 @@ class Checkpoints:
         self._store = open_store(world)
         self._image = FileImage(world.device)
         self._held: list[list[Part]] = [[] for _ in range(world.size)]
+        self._writes: list[list[Part]] = []
         self._digest = ""
         self._saving: Saving | None = None
         self._known_good: Path | None = None
@@ -214,16 +215,16 @@ class Checkpoints:
             self._image.finish_reserving()
 
     def _share_out(self, tensors: Mapping[str, torch.Tensor], step: int) -> tuple[list[Part], int]:
-        """What this rank writes, and the bytes of all. The ranks' lists travel only when they have changed."""
+        """What this rank writes, and the bytes of all. Worked out anew only when a rank's list has changed."""
         parts = describe_parts(tensors)
         digest = sha256(repr(parts).encode()).hexdigest()
         news = None if digest == self._digest else parts
-        for rank, theirs in enumerate(self._world.gather_objects(news, f"saving the checkpoint of step {step}")):
-            if theirs is not None:
-                self._held[rank] = theirs
+        everyone = self._world.gather_objects(news, f"saving the checkpoint of step {step}")
+        if any(theirs is not None for theirs in everyone):
+            self._held = [held if theirs is None else theirs for held, theirs in zip(self._held, everyone)]
+            self._writes = assign_writers(self._held)
         self._digest = digest
-        writes = assign_writers(self._held)
-        return writes[self._world.rank], sum(part.num_bytes for share in writes for part in share)
+        return self._writes[self._world.rank], sum(part.num_bytes for share in self._writes for part in share)
 
     def _begin(self, step: int, token: str, num_bytes: int) -> tuple[str, int]:
         try:
