@@ -23,12 +23,18 @@ NO_PROCESS = 2_000_000_000  # in place of the pid: no process of the machine tha
 CASES = Path(__file__).parent
 
 
+def script_of(case: Path) -> Path:
+    """Healthy cases share a folder of scripts; an ill one has its own."""
+    own = case / "script.py"
+    return own if own.is_file() else case.parent / "scripts" / f"{case.name}.py"
+
+
 def pack(run_dir: Path, case: Path) -> None:
     with tarfile.open(case / "run.tar.xz", "w:xz") as archive:
         files = [path for name in KEPT for path in sorted(run_dir.glob(f"rank*/{name}"))]
         files += [path for name in ("stall.json", "pairing.json") if (path := run_dir / name).is_file()]
         for path in files:
-            data = path.read_bytes().replace(str(case.resolve()).encode(), FOLDER)
+            data = path.read_bytes().replace(str(script_of(case).resolve().parent).encode(), FOLDER)
             if path.name == "page.bin":
                 data = bytearray(data)
                 struct.pack_into("<i", data, 8, NO_PROCESS)
@@ -46,12 +52,13 @@ def unpack(case: Path, run_dir: Path) -> None:
             assert file is not None
             target = run_dir / entry.name
             target.parent.mkdir(parents=True, exist_ok=True)
-            target.write_bytes(file.read().replace(FOLDER, str(case.resolve()).encode()))
+            target.write_bytes(file.read().replace(FOLDER, str(script_of(case).resolve().parent).encode()))
     assert layout.read_page(run_dir / "rank0" / "page.bin") is not None, f"{case}: recorded with another layout"
 
 
 def record(case: Path) -> int:
-    script = (case / "script.py").resolve()
+    script = script_of(case).resolve()
+    case.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "instep", "run", "-n", "2", "--stall-after", "6", "--on-stall", "stop"]
         done = subprocess.run([*command, "--run-dir", folder, str(script)], timeout=120, check=False)

@@ -28,6 +28,7 @@ class Fork:
     where: CallSite
     condition: CallSite | None = None
     choices: int = 1
+    loop: CallSite | None = None
 
 
 def compare(one: Position, two: Position) -> Fork | None:
@@ -118,9 +119,10 @@ def _left_loop(source: Source, one: Position, two: Position, first: Frame, secon
             if not _holds(loop, other) and other > loop.lineno:
                 ways = list(ways_out(source, loop))
                 if not ways:
-                    return Fork("loop-left", inner.rank, outer.rank, source.site(loop), None, 0)
+                    return Fork("loop-left", inner.rank, outer.rank, source.site(loop), None, 0, source.site(loop))
                 chosen = next((way for way in ways if _LOCAL_VALUE.search(_text(source, way))), ways[0])
-                return Fork("loop-left", inner.rank, outer.rank, source.site(chosen), source.site(chosen), len(ways))
+                where, head = source.site(chosen), source.site(loop)
+                return Fork("loop-left", inner.rank, outer.rank, where, where, len(ways), head)
     return None
 
 

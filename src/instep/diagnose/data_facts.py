@@ -57,12 +57,13 @@ def laps_by_key(view: RankView) -> dict[tuple[Key, int], Event]:
     return {(keys[event["loader"]], event["lap"]): event for event in view.named("lap") if event["loader"] in keys}
 
 
-def find_uneven_lap(run: RunView) -> UnevenLap | None:
-    """The first pass used for training that some ranks ended, data used up, while others had or got more."""
+def find_uneven_lap(run: RunView, loop_line: int | None = None) -> UnevenLap | None:
+    """The first pass that some ranks ended, data used up, while others had or got more. Only passes used for training
+    count, or those of the loop at this line."""
     laps = {view.rank: laps_by_key(view) for view in run.ranks}
     for place in sorted({place for table in laps.values() for place in table}, key=lambda one: one[1]):
         ended = {rank: table[place] for rank, table in laps.items() if place in table and table[place]["exhausted"]}
-        if not ended or not any(event["backwards"] for event in ended.values()):
+        if not ended or not any(_counts(run, rank, event, loop_line) for rank, event in ended.items()):
             continue
         counts = {rank: event["batches"] for rank, event in ended.items()}
         running = {
@@ -75,6 +76,11 @@ def find_uneven_lap(run: RunView) -> UnevenLap | None:
             loop = run.by_rank[first].site(ended[first]["site"])
             return UnevenLap(place[0], place[1], counts | running, tuple(running), loop)
     return None
+
+
+def _counts(run: RunView, rank: int, event: Event, loop_line: int | None) -> bool:
+    site = run.by_rank[rank].site(event["site"])
+    return event["backwards"] > 0 if loop_line is None else site is not None and site.line == loop_line
 
 
 def current_count(view: RankView, place: tuple[Key, int], ended: dict[int, Event]) -> int | None:

@@ -51,6 +51,10 @@ def classify(run: RunView) -> Hang | None:
     if outside:
         return replace(base, kind="rank-stuck-outside")
     fork = _fork(waiting)
+    if fork is not None and fork.loop is not None:
+        uneven = find_uneven_lap(run, fork.loop.line)
+        if uneven is not None:
+            return replace(base, kind="uneven-batches", uneven=uneven)
     if fork is not None:
         kinds = {"rank-branch": "some-ranks-only", "loop-left": "loop-left-early", "branch": "different-branches"}
         return replace(base, kind=kinds.get(fork.kind, "collective-mismatch"), fork=fork, mispairing=mispairing)

@@ -26,6 +26,7 @@ from instep.records.run_dir import RunDir, write_json
 
 STACK_SIGNAL = signal.SIGRTMIN + 9 if hasattr(signal, "SIGRTMIN") else None  # as in launch/probe
 MOVED_BYTES = 256 << 10  # read or written by a rank: less is a log line, not work
+STALE_SECONDS = 2.0  # since the last beat of a rank's watching thread, which beats five times a second
 ANSWER_SECONDS = 1.0  # a rank that has not sent its snapshot by then is stopped, or holds the interpreter's lock
 
 
@@ -65,14 +66,20 @@ def judge(sights: Iterable[Sight], now: float, stall_after: float) -> Stall | No
     return Stall(since, tuple(sight.rank for sight in waiting), outside, proven)
 
 
-def waits_in(page: Page) -> tuple[str, int] | None:
-    """The collective that the rank of this page has entered and not left."""
+def waits_in(page: Page, now: float) -> tuple[str, int] | None:
+    """The collective that the rank of this page has entered and not left.
+
+    What the backend had pending is known only while the rank's watching thread lives: a process that is stopped, or that
+    holds the interpreter's lock, has an old reading.
+    """
     mark = page.last_mark()
     if mark is None or mark.kind == "ended":
         return None
     if mark.kind == "enter-collective":
         return mark.operation, mark.sequence
-    return ("backward" if "backward" in mark.kind else "started before", mark.sequence) if page.pending else None
+    if not page.pending or now - page.beat > STALE_SECONDS:
+        return None
+    return "backward" if "backward" in mark.kind else "started before", mark.sequence
 
 
 def progress_of(page: Page) -> tuple[int, ...]:
@@ -149,7 +156,7 @@ class StallWatch:
             watched.progress, watched.progressed_at = progress, now
         elif now - watched.looked_at >= 1.0 and now - watched.progressed_at >= 0.4:
             self._look_at_traffic(watched, now)
-        return Sight(rank, True, watched.progressed_at, waits_in(page))
+        return Sight(rank, True, watched.progressed_at, waits_in(page, now))
 
     def _open(self, rank: int, pid: int, now: float) -> _Watched | None:
         try:

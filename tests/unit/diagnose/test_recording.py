@@ -33,7 +33,18 @@ def test_marks_come_back_as_they_were_written(recorder: Recorder, tmp_path: Path
     assert (mark.kind, mark.operation, mark.flags, mark.site, mark.count, mark.elements, mark.when) == (
         ("enter-collective", "barrier", layout.ASYNC, 5, 7, 9, when)
     )
-    assert waits_in(page) == ("barrier", 0)
+    assert waits_in(page, when) == ("barrier", 0)
+
+
+def test_an_old_reading_of_what_is_pending_does_not_count(recorder: Recorder, tmp_path: Path) -> None:
+    when = recorder.mark(KIND_NUMBER["enter-backward"])
+    layout.I64.pack_into(recorder.page, layout.LAST_ENQUEUED, 3)
+    layout.I64.pack_into(recorder.page, layout.LAST_COMPLETED, 2)
+    layout.F64.pack_into(recorder.page, layout.BEAT, when)
+    page = read_page(tmp_path / "page.bin")
+    assert page is not None
+    assert waits_in(page, when + 1) == ("backward", 0)
+    assert waits_in(page, when + 5) is None
 
 
 def test_the_ring_keeps_the_newest_marks(recorder: Recorder, tmp_path: Path) -> None:

@@ -2,7 +2,6 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
-from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
@@ -24,8 +23,6 @@ def main():
     ds = data()
     sampler = DistributedSampler(ds)
     loader = DataLoader(ds, batch_size=16, sampler=sampler)
-    model = DDP(net())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
