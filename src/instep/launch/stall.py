@@ -100,6 +100,7 @@ class _Watched:
     moved_bytes: int = 0
     looked_at: float = 0.0
     cpu_seconds: float = 0.0
+    signalled: int = 0
     children: list[int] = field(default_factory=list[int])
 
 
@@ -132,6 +133,8 @@ class StallWatch:
             self._ask(now)
             return "", False
         if not self._all_answered() and now - self._asked_at < ANSWER_SECONDS:
+            if now - self._asked_at >= ANSWER_SECONDS / 2:
+                self._signal_silent_ranks()
             return "", False
         self._declared = self.just_declared = True
         self._write(stall, now)
@@ -191,21 +194,26 @@ class StallWatch:
             for pid in watched.children:
                 send_stack_signal(pid)
 
+    def _signal_silent_ranks(self) -> None:
+        """A rank that holds the interpreter's lock still writes its stack from a signal handler."""
+        for watched in self._ranks.values():
+            if not self._has_answered(watched) and watched.signalled != self._request:
+                watched.signalled = self._request
+                send_stack_signal(watched.pid)
+
+    def _has_answered(self, watched: _Watched) -> bool:
+        return layout.U64.unpack_from(watched.page, layout.ANSWER)[0] == self._request
+
     def _all_answered(self) -> bool:
-        return all(
-            layout.U64.unpack_from(watched.page, layout.ANSWER)[0] == self._request for watched in self._ranks.values()
-        )
+        return all(self._has_answered(watched) for watched in self._ranks.values())
 
     def _write(self, stall: Stall, now: float) -> None:
         ranks: list[dict[str, Any]] = []
         for watched in self._ranks.values():
-            answered = layout.U64.unpack_from(watched.page, layout.ANSWER)[0] == self._request
-            if not answered:
-                send_stack_signal(watched.pid)
             ranks.append(
                 {
                     "rank": watched.rank,
-                    "answered": answered,
+                    "answered": self._has_answered(watched),
                     "state": read_state(watched.pid),
                     "cpu_seconds": round(max(0.0, read_cpu_seconds(watched.pid) - watched.cpu_seconds), 2),
                     "children": [{"pid": pid, "state": read_state(pid)} for pid in watched.children[:64]],
