@@ -41,8 +41,13 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.1)
 
 
+def whole(value: Any) -> Tensor:
+    """Of a sharded tensor all of it; every rank calls it."""
+    return value.full_tensor() if hasattr(value, "full_tensor") else value
+
+
 def result(run: instep.Run, history: list[Any], *models: nn.Module) -> dict[str, Any]:
-    state = {f"{i}.{k}": v.detach().clone() for i, m in enumerate(models) for k, v in m.state_dict().items()}
+    state = {f"{i}.{k}": whole(v).detach().clone() for i, m in enumerate(models) for k, v in m.state_dict().items()}
     return {"history": history, "state": state, "ranks_agree": len({str(h) for h in run.gather(history)}) == 1}
 
 

@@ -10,6 +10,7 @@ import torch
 from instep.errors import UsageError
 from instep.train import seeds
 from instep.train.data.loader import Loader
+from instep.train.reduce.shard_reducer import ShardReducer
 
 if TYPE_CHECKING:
     from instep.train.run import Run
@@ -34,11 +35,16 @@ def _batches(run: Run, loader: Loader) -> Iterator[Any]:
     run._evaluating = True
     number = 0
     try:
-        while epoch.has_next():
-            for batch in epoch.next_step():
+        while (own := epoch.has_next()) or run._is_sharded:
+            batches = epoch.next_step() if own else ()
+            turns = _agree_on_turns(run, len(batches))
+            if run._is_sharded and not turns:
+                break
+            for batch in batches:
                 seeds.set_generators(seeds.FORWARD, run._seed, _STREAM + number, batch.slot)
                 yield batch.data
             number += 1
+            _take_turns(run, turns - len(batches))
     finally:
         run._evaluating = False
         torch.set_grad_enabled(gradients)
@@ -46,3 +52,15 @@ def _batches(run: Run, loader: Loader) -> Iterator[Any]:
             module.training = training
         epoch.close()
         seeds.restore_generators(generators)
+
+
+def _agree_on_turns(run: Run, own: int) -> int:
+    """Sharded models gather parameters in forward, so ranks with fewer batches run along: how many turns there are."""
+    return max(run._entered().gather_objects(own, "a step of run.evaluate")) if run._is_sharded else own
+
+
+def _take_turns(run: Run, count: int) -> None:
+    for trained in run._trained:
+        if isinstance(trained.reducer, ShardReducer):
+            for _ in range(count):
+                trained.reducer.replay_forward()

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from instep.errors import RanksDisagree, UsageError
 from instep.records.choice import Choice
@@ -105,6 +106,9 @@ def choose_fused(optimizer: torch.optim.Optimizer, models: Iterable[nn.Module]) 
         return None
     if any(getattr(module, "sparse", False) is True for model in models for module in model.modules()):
         return None  # fused kernels take no sparse gradients
+    sharded = any(isinstance(p, DTensor) for group in optimizer.param_groups for p in group["params"])
+    if sharded and not isinstance(optimizer, torch.optim.Adam):
+        return None  # torch 2.13 has the fused kernels of Adam and AdamW only for sharded parameters
     for group in optimizer.param_groups:
         group["fused"] = True
     optimizer.defaults["fused"] = True

@@ -15,7 +15,7 @@ from torch import nn
 
 from instep import settings
 from instep.errors import RanksDisagree, UsageError
-from instep.records.parallel import read_parallel
+from instep.records.parallel import Parallel, fit, read_parallel
 from instep.train import keeping, seeds
 from instep.train.arguments import Arguments, read_arguments
 from instep.train.buffers import Buffers
@@ -24,7 +24,9 @@ from instep.train.data.loader import Epoch, Loader, build_loader
 from instep.train.evaluate import evaluation_batches
 from instep.train.exactness import be_deterministic, check_exact_sizes
 from instep.train.loop import loop_steps
+from instep.train.mesh import build_mesh
 from instep.train.observe.observer import Observer
+from instep.train.peers import name_peers
 from instep.train.position import Position
 from instep.train.precision import LossScale, read_precision
 from instep.train.prepare import (
@@ -36,8 +38,11 @@ from instep.train.prepare import (
     prepare_model,
 )
 from instep.train.reduce.choose import choose_reducer, choose_transport
+from instep.train.reduce.reducer import Reducer
+from instep.train.reduce.shard_reducer import ShardReducer
 from instep.train.slots import plan_slots
 from instep.train.step import Step
+from instep.train.techniques.shard import check_shardable, follow_sharding, shard_parameters
 from instep.train.techniques.sync_batch_norm import convert_sync_batch_norm
 from instep.train.totals import local_terms, mean_of, sum_of
 from instep.train.update import Scheduler, Trained, count_steps
@@ -117,6 +122,8 @@ class Run:
         )
         self._checkpoints: Checkpoints | None = None
         self._checkpoints = keeping.open_checkpoints(self)
+        if world.is_main:
+            name_peers(arguments.dir, settings.read_setting("run_dir").value)
         self._seed = arguments.seed
         self._exact = arguments.exact
         self._dtype = read_precision(arguments.precision)
@@ -135,6 +142,8 @@ class Run:
         self._usual_updates = 0
         self._reference: float | None = None  # the weight that has factor 1, from the step before
         self._next_reference: float | None = None
+        self._first_reference = arguments.micro_batch if arguments.exact else None  # None: slot 0's weight
+        self._is_sharded = False
         self._stop_agreed = False
         self._saved_index: int | None = None  # of the step after the last checkpoint
         self._choose_threads(arguments, world)
@@ -225,8 +234,7 @@ class Run:
         Raises UsageError for what cannot be trained, RanksDisagree when the ranks came with different models.
         """
         world = self._entered()
-        if parallel is not None:
-            read_parallel(parallel)
+        split = fit(self._arguments.parallel if parallel is None else read_parallel(parallel), world.size)
         if schedule_every not in EVERY:
             raise UsageError(f"schedule_every={schedule_every!r} is not possible. Allowed: 'step', 'epoch'.")
         if scheduler is not None and optimizer is None:
@@ -249,14 +257,32 @@ class Run:
             self._spread_short_steps = True
         self._models.append(model)
         self._buffers.add(model)
+        if split.shard != 1:
+            self._shard(model, optimizer, split)
         if optimizer is None:
             return model
-        self._trained.append(self._take_optimizer(optimizer, scheduler, schedule_every, name))
+        self._trained.append(self._take_optimizer(model, optimizer, scheduler, schedule_every, split, name))
         return (model, optimizer) if scheduler is None else (model, optimizer, scheduler)
 
     _spread_short_steps = False
 
-    def _take_optimizer(self, optimizer: torch.optim.Optimizer, scheduler: Any, every: str, name: str) -> Trained:
+    def _shard(self, model: nn.Module, optimizer: torch.optim.Optimizer | None, split: Parallel) -> None:
+        check_shardable(self._arguments)
+        before = dict(model.named_parameters())
+        shard_parameters(model, build_mesh(split, self._entered()), gathered=split.gathered)
+        self._is_sharded, self._first_reference = True, self._arguments.micro_batch
+        if optimizer is not None:
+            follow_sharding(optimizer, before, dict(model.named_parameters()))
+
+    def _take_optimizer(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        scheduler: Any,
+        every: str,
+        split: Parallel,
+        name: str,
+    ) -> Trained:
         world = self._entered()
         loose = loose_parameters(optimizer, self._models)
         for parameter in loose.values():
@@ -276,9 +302,14 @@ class Run:
                 f"The ranks came with different optimizers for {name}: their parameters are not the same."
             )
         parameters = [by_name[key] for key in order]
-        transport = choose_transport(self._arguments.compress, self._exact, world, self._observer.say)
-        compress = self._arguments.compress
-        reducer = choose_reducer(parameters, transport, compress, self._exact, self._slots, world)
+        reducer: Reducer | ShardReducer
+        if split.shard != 1:
+            assert split.replicate is not None
+            reducer = ShardReducer(model, parameters, world, split.replicate)
+        else:
+            compress = self._arguments.compress
+            transport = choose_transport(compress, self._exact, world, self._observer.say)
+            reducer = choose_reducer(parameters, transport, compress, self._exact, self._slots, world)
         trained = Trained(optimizer, reducer, parameters)
         trained.guard_step()
         if scheduler is not None:

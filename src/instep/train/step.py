@@ -19,7 +19,6 @@ from instep.train.update import (
     Trained,
     clamp_gradients,
     clip_coefficient,
-    gradient_norm,
     scale_gradients,
     step_optimizer,
 )
@@ -47,7 +46,7 @@ class Step:
         self._reduced: dict[int, tuple[Table, float]] = {}
         self._updates = 0
         self._backwards = 0
-        self._reference = run._slots.micro_batch if run._exact and run._reference is None else run._reference
+        self._reference = run._first_reference if run._reference is None else run._reference
         for trained in run._trained:
             trained.updates = 0
             trained.reducer.begin_step(trained.parameters(), self._reference)
@@ -79,6 +78,7 @@ class Step:
                     trained.reducer.finish()  # gradients that no update took
                     self._reduced.pop(id(trained), None)
             trained.reducer.begin_pass(self._pass in trained.passes)
+            trained.reducer.plan_turns(len(self._batches), self._name("a pass over"))
 
     def _name(self, what: str = "step.update() of") -> str:
         return f"{what} step {self.index}"
@@ -146,6 +146,8 @@ class Step:
         """
         if self._run._exact:
             raise UsageError("exact=True does not reach step.all_rows yet: leave exact out.")
+        if self._run._is_sharded:
+            raise UsageError("step.all_rows does not reach sharded models yet: train with parallel='ddp'.")
         self._begin_pass()
         try:
             return gather_rows(self._run, self, fn, self._batches)
@@ -203,7 +205,7 @@ class Step:
             run._observer.say("a step had no micro-batch with a backward on any rank: skipped (said once)")
         else:
             gradients = trained.reducer.gradients()
-            norm = gradient_norm(gradients) * factor
+            norm = trained.reducer.norm() * factor
             finite = math.isfinite(norm)
             self.loss = sum(loss / weight for loss, weight in zip(table.losses, table.weights) if weight)
             self.grad_norm, self.skipped = norm, not finite

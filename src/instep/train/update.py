@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from instep.errors import UsageError
 from instep.train.reduce.reducer import SMALL_BYTES, Reducer
+from instep.train.reduce.shard_reducer import ShardReducer
 
 
 @dataclass
@@ -45,7 +46,7 @@ class Trained:
     """An optimizer that `run.prepare` took, with its reducer and schedulers."""
 
     optimizer: torch.optim.Optimizer
-    reducer: Reducer
+    reducer: Reducer | ShardReducer
     ordered: list[nn.Parameter]  # rank 0's order
     schedulers: list[Scheduler] = field(default_factory=list)
     updating: bool = False
@@ -94,15 +95,6 @@ class Trained:
         self.guard = self.optimizer.register_step_pre_hook(check)
 
 
-def gradient_norm(gradients: Iterable[Tensor]) -> float:
-    """The 2-norm over all of them; not finite when any element is not (or when the norm is beyond fp32)."""
-    squares = 0.0
-    for gradient in gradients:
-        norm = torch.linalg.vector_norm(gradient, dtype=torch.float32 if gradient.element_size() < 4 else None)
-        squares += float(norm) ** 2
-    return math.sqrt(squares) if math.isfinite(squares) else squares
-
-
 def clip_coefficient(norm: float, clip_norm: float | None) -> float:
     """As torch.nn.utils.clip_grad_norm_."""
     return 1.0 if clip_norm is None else min(1.0, clip_norm / (norm + 1e-6))
@@ -143,6 +135,7 @@ def _scales_itself(optimizer: torch.optim.Optimizer, gradients: Sequence[Tensor]
     """The seam that torch.amp.GradScaler uses. Not worth it for gradients in cache, and fp32 only: the scale is fp32."""
     return (
         getattr(optimizer, "_step_supports_amp_scaling", False)
+        and not isinstance(optimizer.param_groups[0]["params"][0], DTensor)
         and all(gradient.dtype == torch.float32 for gradient in gradients)
         and sum(gradient.numel() * 4 for gradient in gradients) > SMALL_BYTES
     )

@@ -11,6 +11,7 @@ from typing import Any, TextIO
 
 from instep.errors import UsageError
 from instep.records.run_dir import RunDir
+from instep.settings import read_setting
 from instep.train.observe.metrics_file import MetricsFile
 from instep.train.observe.progress import Progress
 from instep.train.observe.trackers import Tracker, open_trackers
@@ -69,7 +70,9 @@ class Observer:
         self._trackers: list[Tracker] = []
         if is_main:
             self._trackers = open_trackers(trackers, directory, arguments)
-            self._progress = Progress(sys.stderr if stream is None else stream)
+            self._progress = Progress(
+                sys.stderr if stream is None else stream, piped_to_terminal=read_setting("live").value
+            )
             if directory is not None:
                 self._file = MetricsFile(RunDir(directory).metrics, on_failure=self.say)
 

@@ -67,10 +67,16 @@ def is_terminal(stream: TextIO) -> bool:
 class Progress:
     """Counts steps and shows them on `stream`; every line of ours goes through `say`."""
 
-    def __init__(self, stream: TextIO, clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(
+        self, stream: TextIO, clock: Callable[[], float] = time.perf_counter, piped_to_terminal: bool = False
+    ) -> None:
         self._stream = stream
         self._clock = clock
-        self._screen = LiveLine(stream) if is_terminal(stream) else None
+        self._screen: LiveLine | PipedLine | None = None
+        if is_terminal(stream):
+            self._screen = LiveLine(stream)
+        elif piped_to_terminal:
+            self._screen = PipedLine(stream)
         self._gap = FIRST_GAP_SECONDS
         self._next_show = 0.0  # the first step is always shown
         self._marks: deque[Mark] = deque(maxlen=25 if self._screen else 2)
@@ -136,6 +142,24 @@ class Progress:
             self.say(text)
             self._next_show = now + self._gap
             self._gap = min(2 * self._gap, LONGEST_GAP_SECONDS)
+
+
+class PipedLine:
+    """One line that `instep run` redraws at the bottom of its terminal; what ends with a carriage return is a state."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def update(self, text: str) -> None:
+        self._stream.write(text + "\r")
+        self._stream.flush()
+
+    def print_above(self, text: str) -> None:
+        self._stream.write(text + "\n")
+        self._stream.flush()
+
+    def stop(self) -> None:
+        """The next line takes the place of the last state."""
 
 
 class LiveLine:

@@ -25,6 +25,7 @@ from instep.train.call_site import user_call_site
 from instep.train.reduce.bucket import Bucket, Transport
 from instep.train.reduce.lanes import Lanes
 from instep.train.reduce.layout import plan_buckets, window
+from instep.train.reduce.norm import gradient_norm
 from instep.train.reduce.words import Note, Table, Words
 from instep.train.world import World
 
@@ -98,6 +99,9 @@ class Reducer:
         """overlap: an update follows this pass, as every rank knows from the step before."""
         self._overlapping = overlap and self._built and self.world.size > 1
         self._last_micro_batch = False
+
+    def plan_turns(self, own: int, what: str) -> None:
+        """Ranks may have different numbers of micro-batches."""
 
     def begin_micro_batch(self, position: int, last: bool) -> None:
         """position: among this rank's micro-batches of a full step; last: no other follows in this pass."""
@@ -354,6 +358,9 @@ class Reducer:
         outside = [self.parameters[i].grad for i in self._outside_buckets()]
         values = [g._values() if g.is_sparse else g for g in outside if g is not None]
         return [bucket.gradients for bucket in self.buckets if self._members[bucket.index]] + values
+
+    def norm(self) -> float:
+        return gradient_norm(self.gradients())
 
     def finish(self) -> None:
         """Forgets this update's gradients and gets ready for the next."""

@@ -52,7 +52,13 @@ def _synced_kind(plain: type, group: dist.ProcessGroup) -> type:
         twin.__dict__.update(copy.deepcopy(self.__dict__, memo))
         return twin
 
-    own = {"is_synchronised": True, "forward": forward, "__reduce_ex__": reduce, "__deepcopy__": deep_copy, "__module__": plain.__module__}
+    own = {
+        "is_synchronised": True,
+        "forward": forward,
+        "__reduce_ex__": reduce,
+        "__deepcopy__": deep_copy,
+        "__module__": plain.__module__,
+    }
     return type(plain.__name__, (plain,), own)
 
 

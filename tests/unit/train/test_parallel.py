@@ -1,0 +1,89 @@
+"""Degrees of parallelism: short names, filling, and what is refused."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+from torch import nn
+
+import instep
+from instep.records.parallel import Parallel, fit, read_parallel
+from instep.train.techniques.shard import find_blocks
+
+
+@pytest.mark.parametrize(
+    ("value", "size", "expected"),
+    [
+        ("ddp", 4, (4, 1)),
+        ("zero3", 4, (1, 4)),
+        (Parallel(replicate=None, shard=2), 8, (4, 2)),
+        (Parallel(replicate=2, shard=None), 8, (2, 4)),
+        (Parallel(), 1, (1, 1)),
+    ],
+)
+def test_one_degree_fills_the_rest(value: Any, size: int, expected: tuple[int, int]) -> None:
+    found = fit(read_parallel(value), size)
+    assert (found.replicate, found.shard) == expected
+
+
+@pytest.mark.parametrize(
+    ("value", "size", "text"),
+    [
+        (
+            Parallel(shard=3),
+            8,
+            "8 ranks cannot be split as shard=3 (= 3). The degrees have to multiply to the number of ranks. Nearest that fit: "
+            "shard=8. More: instep explain startup/parallel-does-not-fit",
+        ),
+        (
+            Parallel(replicate=2, shard=3),
+            8,
+            "8 ranks cannot be split as replicate=2 x shard=3 (= 6). The degrees have to multiply to the number of ranks. "
+            "Nearest that fit: replicate=2 x shard=4, ",
+        ),
+        ("zero1", 2, "parallel='zero1' is not built yet in this version of instep; 'ddp', 'zero2' and 'zero3' are."),
+        (Parallel(tensor=2), 2, "parallel: the axis tensor is not built yet in this version of instep"),
+        (Parallel(shard=0), 2, "Parallel(shard=0): a degree is a whole number of at least 1, or None to fill."),
+        (Parallel(replicate=None, shard=None), 2, "only one degree may be None"),
+    ],
+)
+def test_refuses_in_one_sentence(value: Any, size: int, text: str) -> None:
+    with pytest.raises(instep.UsageError, match=re.escape(text)):
+        fit(read_parallel(value), size)
+
+
+def test_finds_the_repeated_blocks() -> None:
+    def block() -> nn.Module:
+        return nn.Sequential(nn.Linear(2, 2), nn.Tanh())
+
+    blocks = nn.ModuleList([block(), block()])
+    model = nn.Sequential(nn.Linear(2, 2), blocks, nn.Linear(2, 2))
+    assert find_blocks(model) == list(blocks)
+
+
+def test_a_block_that_shares_a_parameter_stays_with_the_root() -> None:
+    def block() -> nn.Module:
+        return nn.Sequential(nn.Linear(2, 2), nn.Tanh())
+
+    blocks, head = nn.ModuleList([block(), block()]), nn.Linear(2, 2)
+    blocks[0][0].weight = head.weight  # type: ignore[index]
+    assert find_blocks(nn.Sequential(blocks, head)) == [blocks[1]]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ({"exact": True}, "exact=True adds gradients in an order of its own and goes with parallel='ddp' only."),
+        ({"compress": "bf16"}, "compress='bf16' is for gradients that every rank holds whole"),
+    ],
+)
+def test_names_what_does_not_go_together(arguments: dict[str, Any], text: str) -> None:
+    from instep.train.arguments import read_arguments
+    from instep.train.techniques.shard import check_shardable
+
+    defaults = dict.fromkeys(("micro_batch", "clip_norm", "clip_value", "compress", "threads", "dir", "checkpoint_every"))
+    given = {**defaults, "global_batch": 8, "precision": "fp32", "exact": False, "seed": 0, "keep": 3, "parallel": "zero3"}
+    with pytest.raises(instep.UsageError, match=re.escape(text)):
+        check_shardable(read_arguments({**given, **arguments}))
