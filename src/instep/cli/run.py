@@ -171,7 +171,7 @@ def make_hooks(spec: LaunchSpec) -> Hooks:
     run_dir = RunDir(Path(spec.run_dir))
 
     def describe() -> str:
-        findings = [one for one in diagnose_run(run_dir) if one.id.startswith("hang/") or one.id in _EXPLAIN_A_STALL]
+        findings = [one for one in diagnose_run(run_dir) if one.id.startswith(("hang/", "startup/")) or one.id in _EXPLAIN_A_STALL]
         write_json(run_dir.findings, [finding.as_json() for finding in findings])
         return format_findings(findings)
 

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from instep.launch import channel
+from instep.launch.console import is_live_terminal
 from instep.launch.failure import describe_guilty
 from instep.launch.group_state import AgentState, GroupState, Stop
 from instep.launch.worker_env import our_variables
@@ -63,7 +64,7 @@ class AgentLink:
         return True
 
     def _place(self, rank: dict[str, Any]) -> RankPlace:
-        variables = rank["variables"] | our_variables(self.spec.run_dir, self.spec.overrides)
+        variables = rank["variables"] | our_variables(self.spec.run_dir, self.spec.overrides, is_live_terminal(2))
         files = {name: rank[name] for name in ("stdout", "stderr", "tee_stdout", "tee_stderr")}
         hidden = [name for name in ("stdout", "stderr") if files[name] == "/dev/null"]
         for name in ("stdout", "stderr"):

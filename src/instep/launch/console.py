@@ -9,9 +9,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
 
-from instep.launch.output import PROGRESS_SECONDS, PROGRESS_SECONDS_LIVE, LineAssembler
+from instep.launch.output import LineAssembler, fit_to_terminal
 
 _CHUNK = 1 << 16
+_DRAW_SECONDS = 0.1  # between two states of a progress bar on a terminal
+_ERASE = b"\r\x1b[K"
 
 
 @dataclass(eq=False)
@@ -33,7 +35,9 @@ class Console:
         self.selector = selector
         self.streams: set[Stream] = set()
         self.merged = _is_same_file(1, 2)
-        self.live = os.isatty(2)
+        self.on_terminal = {target: is_live_terminal(target) for target in (1, 2)}
+        self._drawn = b""  # the newest progress bar, at the bottom of the terminal
+        self._drawn_at = 0.0
 
     def add(self, stream: Stream) -> None:
         os.set_blocking(stream.pipe, False)
@@ -41,7 +45,7 @@ class Console:
         self.selector.register(stream.pipe, selectors.EVENT_READ, self._reader(stream))
 
     def assembler(self, prefix: bytes) -> LineAssembler:
-        return LineAssembler(prefix, PROGRESS_SECONDS_LIVE if self.live else PROGRESS_SECONDS)
+        return LineAssembler(prefix, holds_bars=self.on_terminal[2])
 
     def _reader(self, stream: Stream):
         return lambda: self.read(stream)
@@ -57,7 +61,10 @@ class Console:
             return False
         for file in stream.files:
             file.write(data)
-        self._show(stream, stream.lines.feed(data, time.monotonic()))
+        now = time.monotonic()
+        self._show(stream, stream.lines.feed(data, now))
+        if now - self._drawn_at >= _DRAW_SECONDS:
+            self._draw(now)
         return True
 
     def tick(self) -> None:
@@ -65,6 +72,7 @@ class Console:
         now = time.monotonic()
         for stream in self.streams:
             self._show(stream, stream.lines.idle(now))
+        self._draw(now)
 
     def drain(self) -> None:
         """Reads what is left after the ranks' end. A descendant that keeps a pipe open is not waited for."""
@@ -76,10 +84,10 @@ class Console:
 
     def say(self, text: str) -> None:
         """A line of the launcher itself, on stderr."""
-        _write(2, b"".join(b"instep: " + line.encode() + b"\n" for line in text.splitlines()))
+        self._put(2, b"".join(b"instep: " + line.encode() + b"\n" for line in text.splitlines()))
 
     def print_raw(self, text: str) -> None:
-        _write(2, text.encode(errors="replace"))
+        self._put(2, text.encode(errors="replace"))
 
     def _end(self, stream: Stream) -> None:
         self._show(stream, stream.lines.close())
@@ -92,11 +100,32 @@ class Console:
 
     def _show(self, stream: Stream, data: bytes) -> None:
         if data and stream.target is not None:
-            _write(stream.target, data)
+            self._put(stream.target, data)
         if data and stream.filter_file is not None:
             for line in data.splitlines(keepends=True):
                 if any(needle in line for needle in stream.filtered):
                     stream.filter_file.write(line)
+
+    def _put(self, target: int, data: bytes) -> None:
+        """Prints above the progress bar, which comes back with the next look."""
+        if self._drawn and self.on_terminal[target]:
+            data, self._drawn = _ERASE + data, b""
+        _write(target, data)
+
+    def _draw(self, now: float) -> None:
+        """The newest state of the first rank's progress bar, in place."""
+        if not self.on_terminal[2]:
+            return
+        bars = [(s.lines.prefix, s.lines.bar) for s in self.streams if s.lines.bar and s.target is not None]
+        text = b"".join(min(bars, default=(b"", b"")))
+        text = fit_to_terminal(text, os.get_terminal_size(2).columns or 80) if text else text
+        if text != self._drawn:
+            _write(2, _ERASE + text)
+            self._drawn, self._drawn_at = text, now
+
+
+def is_live_terminal(target: int) -> bool:
+    return os.isatty(target) and os.environ.get("TERM") != "dumb"
 
 
 def open_log(path: Path) -> BinaryIO:

@@ -12,6 +12,7 @@ from typing import Any
 
 from instep.errors import UsageError
 from instep.launch.channel import open_channel
+from instep.launch.console import is_live_terminal
 from instep.launch.logs import plan_logs
 from instep.launch.spawn import Zygote, listen
 from instep.launch.worker_env import local_variables, our_variables
@@ -95,7 +96,9 @@ def make_placer(spec: LaunchSpec, address: tuple[str, int]) -> Callable[[int], l
             restart=restart,
             environ=os.environ,
         )
-        variables |= our_variables(spec.run_dir, spec.overrides) | {"TORCHELASTIC_ERROR_FILE": files["error_file"]}
+        variables |= our_variables(spec.run_dir, spec.overrides, is_live_terminal(2)) | {
+            "TORCHELASTIC_ERROR_FILE": files["error_file"]
+        }
         return RankPlace(local_rank, local_rank, variables, **files)
 
     return lambda restart: [place(restart, local_rank) for local_rank in range(spec.num_local_ranks)]

@@ -5,18 +5,23 @@ Pure: bytes and times in, bytes to print out; who reads pipes and writes termina
 
 from __future__ import annotations
 
+import re
+
 UNFINISHED_SECONDS = 2.0  # silence after which the beginning of a line is shown as it is
 PROGRESS_SECONDS = 10.0  # between two states of a progress bar in a log
-PROGRESS_SECONDS_LIVE = 1.0  # the same on a terminal
 LONGEST_LINE_BYTES = 1 << 20  # a line without end is cut here, so that memory stays bounded
 
 
 class LineAssembler:
-    """One stream of one rank. A progress bar (`\\r`) shows its newest state from time to time and its last one."""
+    """One stream of one rank. A progress bar (`\\r`) shows its newest state from time to time and its last one.
 
-    def __init__(self, prefix: bytes, progress_seconds: float = PROGRESS_SECONDS) -> None:
+    holds_bars: on a terminal, where the newest state is drawn in place from `bar`, no state but the last becomes a line.
+    """
+
+    def __init__(self, prefix: bytes, progress_seconds: float = PROGRESS_SECONDS, holds_bars: bool = False) -> None:
         self.prefix = prefix
         self.progress_seconds = progress_seconds
+        self.holds_bars = holds_bars
         self.pending = b""  # the line that has no end yet, of a progress bar only what counts
         self.bar = b""  # the newest full state of a progress bar that was not shown yet
         self.changed_at = 0.0
@@ -72,7 +77,7 @@ class LineAssembler:
         self.pending = b"\r" + last
 
     def _progress(self, now: float) -> bytes:
-        if not self.bar or now - self.bar_shown_at < self.progress_seconds:
+        if not self.bar or self.holds_bars or now - self.bar_shown_at < self.progress_seconds:
             return b""
         text, self.bar, self.bar_shown_at = self.bar, b"", now
         return self._line(text)
@@ -85,6 +90,12 @@ def _last_state(line: bytes) -> bytes:
     """What a terminal would show of a line that was overwritten."""
     states = [part for part in line.split(b"\r") if part.strip()]
     return states[-1] if states else b""
+
+
+def fit_to_terminal(text: bytes, num_columns: int) -> bytes:
+    """The state of a progress bar as one line of so many columns, without movements of the cursor."""
+    plain = re.sub(rb"\x1b\[[0-9;?]*[A-Za-z]", b"", text).decode(errors="replace")
+    return "".join(c for c in plain if c.isprintable())[: max(0, num_columns - 1)].encode()
 
 
 def make_prefix(rank: int, num_ranks: int) -> bytes:

@@ -9,8 +9,10 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
-import torch.distributed as dist
+if TYPE_CHECKING:
+    import torch.distributed as dist
 
 BEAT_SECONDS = 2.0
 LOST_SECONDS = 30.0  # a busy machine may be silent for some seconds; half an hour is what is saved

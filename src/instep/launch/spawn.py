@@ -11,6 +11,7 @@ from dataclasses import asdict
 from typing import Any
 
 from instep.launch import channel
+from instep.launch.start import START_FILE
 from instep.records.launch_spec import LaunchSpec, Program, RankPlace
 
 _END_SECONDS = 10.0
@@ -24,7 +25,7 @@ class Zygote:
     def __init__(self, mode: str, program: Program, environ: Mapping[str, str]) -> None:
         self.channel, theirs = channel.open_channel()
         words = [program.target, *program.args]  # shown by `ps`, so that a run can be told from another
-        command = [sys.executable, "-u", "-m", "instep.launch.zygote", str(theirs.fileno()), mode, *words]
+        command = [sys.executable, "-u", START_FILE, "zygote", str(theirs.fileno()), mode, *words]
         with theirs:
             self.process = subprocess.Popen(
                 command,
@@ -91,7 +92,7 @@ def fresh_command(program: Program, environ: Mapping[str, str]) -> list[str]:
     module = ["-m"] if program.kind == "module" else []
     if python != sys.executable:  # an interpreter that may know nothing of us
         return [python, "-u", *module, program.target, *program.args]
-    return [python, "-u", "-m", "instep.launch.worker_entry", program.target, *program.args]
+    return [python, "-u", START_FILE, "worker_entry", program.target, *program.args]
 
 
 def listen(host: str, port: int) -> socket.socket:

@@ -1,7 +1,7 @@
 """The first code inside a rank: makes the process what torchrun would have made it, then runs the user's program.
 
-Reached in two ways: forked from the zygote (`enter`), or in a fresh interpreter (`python -m` this module, the job in
-the variable INSTEP_JOB). What the program raises is told to the launcher over the status pipe, which prints
+Reached in two ways: forked from the zygote (`enter`), or in a fresh interpreter (`start.py`, the job in the variable
+INSTEP_JOB). What the program raises is told to the launcher over the status pipe, which prints
 it last and folds what is equal on several ranks; without a launcher to tell, Python's own printing takes place.
 """
 
@@ -76,8 +76,6 @@ def enter(job: Job) -> None:
 
 def main() -> None:
     job = Job.from_json(json.loads(os.environ.pop(JOB_VARIABLE)))
-    if sys.path and not getattr(sys.flags, "safe_path", False):
-        sys.path.pop(0)  # the place of `-m instep...`, not of the user's program
     enter(job)
 
 
@@ -198,7 +196,3 @@ def _send_report(status_file: int, report: dict[str, Any]) -> bool:
     except OSError:
         return False
     return True
-
-
-if __name__ == "__main__":
-    main()

@@ -45,11 +45,14 @@ def local_variables(
     return variables
 
 
-def our_variables(run_dir: str, overrides: Mapping[str, str]) -> dict[str, str]:
-    """INSTEP_RUN_DIR: where this run keeps its files; INSTEP_SET: what --set overrides, as a JSON object of strings."""
+def our_variables(run_dir: str, overrides: Mapping[str, str], on_terminal: bool = False) -> dict[str, str]:
+    """INSTEP_RUN_DIR: where this run keeps its files; INSTEP_SET: what --set overrides, as a JSON object of strings;
+    INSTEP_LIVE: a progress line that is redrawn reaches a terminal, though by way of a pipe."""
     variables = {"INSTEP_RUN_DIR": run_dir} if run_dir else {}
     if overrides:
         variables["INSTEP_SET"] = json.dumps(overrides)
+    if on_terminal:
+        variables["INSTEP_LIVE"] = "1"
     return variables
 
 

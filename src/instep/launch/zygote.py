@@ -1,6 +1,6 @@
 """The process that ranks are forked from: it imports torch once, stays single-threaded, forks on request, reports ends.
 
-Started by the launcher as `python -u -m instep.launch.zygote CHANNEL MODE ...`. MODE `fork` imports torch and forks
+Started by the launcher as `python -u start.py zygote CHANNEL MODE ...`. MODE `fork` imports torch and forks
 ranks that run the program in place, `fork-training` imports also what the first optimizer needs; MODE `fresh` imports
 nothing and starts new interpreters or commands instead.
 Requests: start, store, agent, sweep, count, end; answers: ready, started, exited, swept, count.
@@ -27,6 +27,7 @@ from typing import Any
 
 from instep.launch import channel, linux
 from instep.launch.numa import bind_to_numa
+from instep.launch.start import START_FILE
 from instep.launch.worker_entry import JOB_VARIABLE, Job, enter
 
 Continuation = Callable[[], None]
@@ -213,7 +214,7 @@ def _signal_all(pids: list[int], number: int) -> None:
 
 def _execute(command: list[str], job: dict[str, Any]) -> None:
     os.environ.update(job["variables"])
-    ours = "instep.launch.worker_entry" in command
+    ours = START_FILE in command
     if job["numa_binding"] and not ours:
         bind_to_numa(job["local_rank"], job["numa_binding"])  # the cores chosen here stay chosen through exec
     if ours:
@@ -249,8 +250,6 @@ def main() -> None:
     launcher = socket.socket(fileno=int(sys.argv[1]))
     mode = sys.argv[2]
     launcher.set_inheritable(False)
-    if sys.path and not getattr(sys.flags, "safe_path", False):
-        sys.path.pop(0)
     linux.adopt_orphans()
     reason = None
     if mode != "fresh":
@@ -268,7 +267,3 @@ def main() -> None:
     task = zygote.serve()
     if task is not None:
         task()
-
-
-if __name__ == "__main__":
-    main()

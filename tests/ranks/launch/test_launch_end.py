@@ -53,7 +53,11 @@ while True:
 
 def begin(launch: Launcher, text: str, *words: str, num_ranks: int = 2) -> subprocess.Popen[str]:
     process = launch.begin("-n", str(num_ranks), *words, launch.script(text))
-    launch.await_file("ready", num_ranks)
+    try:
+        launch.await_file("ready", num_ranks)
+    except AssertionError as error:
+        process.kill()
+        raise AssertionError("\n".join((str(error), *process.communicate()))) from error
     return process
 
 
@@ -102,7 +106,7 @@ def find_process(process: subprocess.Popen[str], who: str) -> int:
     """One of the launcher's processes: by its parent and what it runs."""
     if who == "launcher":
         return process.pid
-    zygote = next(pid for pid in list_children(process.pid) if "instep.launch.zygote" in read_command(pid))
+    zygote = next(pid for pid in list_children(process.pid) if "start.py zygote" in read_command(pid))
     if who == "zygote":
         return zygote
     children = {pid: Path(f"/proc/{pid}/environ").read_bytes() for pid in list_children(zygote)}
