@@ -66,7 +66,9 @@ def make_parser() -> CommandParser:
     parser.add_argument("--steps", type=int, default=5, help="optimizer steps to compare (default 5)")
     parser.add_argument("--divide", metavar="NAME[:int]", help="an argument of the script that is per process: divided")
     parser.add_argument("--single", metavar='"SCRIPT ARGS"', help="another command line for one process")
-    parser.add_argument("--keep-random", action="store_true", help="leave dropout on in scripts without instep.Run")
+    parser.add_argument(
+        "--keep-random", action="store_true", help="leave dropout and augmentation alone in scripts without instep.Run"
+    )
     parser.add_argument("--exact", action="store_true", help="demand equal bits")
     parser.add_argument("--json", action="store_true", help="print the verdict as one JSON object")
     parser.add_argument("--timeout", type=float, default=600.0, metavar="SECONDS", help="for each run (default 600)")

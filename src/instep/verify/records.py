@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections import Counter
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -72,6 +73,13 @@ class Record:
         return [rank.updates[number - 1] for rank in self.ranks]
 
     def samples(self, number: int) -> Counter[str]:
+        """Over all ranks. Ranks that share a batch, as tensor parallel ones do, count once."""
+        total = self._all_samples(number)
+        first = self.step(number)[0].facts
+        times = math.gcd(*total.values()) if first["tensor_parallel"] or first["mesh_axes"] > 1 else 1
+        return Counter({sample: count // times for sample, count in total.items()}) if times > 1 else total
+
+    def _all_samples(self, number: int) -> Counter[str]:
         return sum((Counter(update.facts["samples"]) for update in self.step(number)), Counter())
 
     def loss(self, number: int) -> float | None:
@@ -82,7 +90,7 @@ class Record:
             losses = [one["loss"] for one in update.facts["backwards"]]
             if not losses or None in losses:
                 return None
-            sums.append(sum(losses))
+            sums.append(float(sum(losses)))
             calls += len(losses)
         # instep.Run gives every micro-batch factor 1 and divides at the end.
         return sum(sums) / (calls if self.uses_run else len(sums))

@@ -77,12 +77,22 @@ def _describe_failure(
     if code != 0 or errors:
         findings = _read_findings(run_dir)
         why = "; ".join(errors) or (findings[0]["title"] if findings else "")
-        return f"{processes} failed with exit code {code}{': ' + why if why else ''}" + _tail(log)
+        return f"{processes} failed with exit code {code}{': ' + why if why else ''}" + _hint(record) + _tail(log)
     if len(record.ranks) < num_ranks:
         return f"{processes} left a record of {len(record.ranks)} of them only" + _tail(log)
     return (
         f"{processes} ended without a step of a torch.optim optimizer on every rank, so there is nothing to compare. "
         "verify needs a script that trains when it is started as given; check its arguments."
+    )
+
+
+def _hint(record: Record) -> str:
+    """A script may rely on the batch size that it states."""
+    if not any(note["used"] != note["given"] for rank in record.ranks for note in rank.named("loader")):
+        return ""
+    return (
+        ". verify had divided the batch size of its DataLoaders; if it needs the one it states, give --divide NAME or "
+        "--single, which leave them alone"
     )
 
 

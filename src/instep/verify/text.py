@@ -98,6 +98,8 @@ def format_conclusion(verdict: Verdict) -> str:
     for question in verdict.questions:
         word = "not judged" if verdict.kind == "not judged" else "not compared"
         lines += ["", *_entry(f"{word}: ", question)] if lines else _entry(f"{word}: ", question)
+    if verdict.kind == "not judged" and verdict.comparisons:
+        lines += ["The ranks of each run agree with each other, and so does everything before that step."]
     for note in verdict.notes:
         lines += _entry("note: ", note)
     return "\n".join(lines) + "\n"

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from instep.verify.text import format_conclusion
 from recorded_ranks import SCRIPTS, verify_script
 
 # script: cause, step, quantity, a part of the line that is named (or ""), a part of the explanation
@@ -57,10 +58,16 @@ def test_the_cause_is_named(name: str, tmp_path: Path) -> None:
 
 def test_every_script_is_tried() -> None:
     scripts = {path.stem for path in SCRIPTS.glob("*.py")}
-    assert scripts == CAUSES.keys() | HEALTHY.keys() | {"sampler_rank", "random_data", "parameter_order"}
+    assert scripts == CAUSES.keys() | HEALTHY.keys() | {
+        "sampler_rank",
+        "random_data",
+        "random_noise",
+        "parameter_order",
+    }
 
 
 HEALTHY = {
+    "healthy_augmented": {},
     "healthy_by_hand": {},
     "healthy_dropout": {},
     "healthy_exact": {"exact": True},
@@ -69,6 +76,7 @@ HEALTHY = {
     "healthy_run": {"sizes": (1, 2, 4)},
     "healthy_scaler": {},
     "healthy_sharded": {},
+    "healthy_tensor_parallel": {},
 }
 
 
@@ -98,6 +106,13 @@ def test_data_that_ranks_draw_themselves_are_not_judged(tmp_path: Path) -> None:
     verdict = verify_script("random_data", tmp_path)
     assert verdict.kind == "not judged"
     assert "come from no DataLoader" in verdict.questions[0]
+
+
+def test_noise_that_the_loop_draws_is_not_judged(tmp_path: Path) -> None:
+    verdict = verify_script("random_noise", tmp_path)
+    assert verdict.kind == "not judged"
+    assert "drawn between a batch and its backward pass" in verdict.questions[0]
+    assert "The ranks of each run agree with each other" in format_conclusion(verdict)
 
 
 def test_batch_norm_differs_by_rights(tmp_path: Path) -> None:

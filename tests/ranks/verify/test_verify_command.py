@@ -52,7 +52,9 @@ def test_an_argument_is_divided(tmp_path: Path) -> None:
     ended = verify(tmp_path, "--steps", "2", "--divide", "batch-size", path, "--batch_size=32")
     assert ended.returncode == 1
     assert f"2 processes: {path} --batch_size=16" in ended.stderr
-    assert "parted at step 1: samples of rank 0 and rank 1, between the ranks of 2 processes  [same-data]" in ended.stdout
+    assert (
+        "parted at step 1: samples of rank 0 and rank 1, between the ranks of 2 processes  [same-data]" in ended.stdout
+    )
 
 
 def test_layers_in_the_order_of_a_set(tmp_path: Path) -> None:

@@ -121,7 +121,7 @@ def test_a_forward_that_draws_is_not_judged(tmp_path: Path) -> None:
     other = gradient(5, 2, 3, 1)
     verdict = verdict_on(tmp_path, two(other, other, draws=True), [step(draws=True)])
     assert verdict.kind == "not judged"
-    assert "draws random numbers" in verdict.questions[0]
+    assert "Random numbers are drawn between" in verdict.questions[0]
 
 
 def test_rates_that_differ_between_ranks(tmp_path: Path) -> None:

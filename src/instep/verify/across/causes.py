@@ -265,8 +265,8 @@ def _random(pair: Pair) -> Cause | None:
         return None
     return Cause(
         "random-forward",
-        "The forward of the model draws random numbers (dropout is off), and another number of processes draws others.",
-        "Make the draws depend on the sample, as instep.Run does for each micro-batch; until then these numbers cannot "
-        "be compared.",
+        "Random numbers are drawn between a batch and its backward pass (dropout is off), as for noise or mixing samples, "
+        "and another number of processes draws others; these numbers cannot be compared.",
+        "Make the draws depend on the sample, as instep.Run does for each micro-batch.",
         pair.line(),
     )

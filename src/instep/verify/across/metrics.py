@@ -14,16 +14,29 @@ def judge_metrics(reference: Record, other: Record, until: int) -> Parting | Non
     """The first sum that is neither equal in both runs, nor proportional to the number of processes as sums of means."""
     times = other.world_size / reference.world_size
     for number in range(1, until + 1):
-        pairs = zip(_metrics(reference, number), _metrics(other, number))
-        for one, two in pairs:
+        for place, (one, two) in enumerate(zip(_metrics(reference, number), _metrics(other, number))):
             if one["line"] != two["line"] or one["op"] != two["op"] or len(one["after"]) != len(two["after"]):
                 break
-            scales = (1.0,) if one["op"] != "SUM" else (1.0, times)
-            gaps = [min(abs(b - a * s) / max(abs(a * s), abs(b), 1e-12) for s in scales)
-                    for a, b in zip(one["after"], two["after"])]  # fmt: skip
-            if gaps and max(gaps) > CLOSE:
-                return _parting(one, two, gaps, number, other, times)
+            parts = [update.facts["metrics"][place : place + 1] for update in other.step(number)]
+            if two["op"] != "SUM" or not all(part and part[0]["line"] == two["line"] for part in parts):
+                continue
+            for element, (a, b) in enumerate(zip(one["after"], two["after"])):
+                brought = [part[0]["before"][element] for part in parts]
+                gap = min(abs(b - a * scale) / max(abs(a * scale), abs(b), 1e-12) for scale in (1.0, times))
+                if gap > CLOSE and (_is_mean(a, brought) or _is_count(a, b)):
+                    return _parting(number, two, (a, b), brought, gap, other)
     return None
+
+
+def _is_mean(whole: float, parts: list[float]) -> bool:
+    """Whether the number of one process can be a mean of those of the ranks. Seconds, bytes and the like, which differ
+    from run to run, hardly are."""
+    return min(parts) < whole < max(parts)
+
+
+def _is_count(whole: float, total: float) -> bool:
+    """Whether things were counted, some of them twice."""
+    return whole.is_integer() and total.is_integer() and 0 < whole < total < 1.5 * whole
 
 
 def _metrics(record: Record, number: int) -> list[dict[str, Any]]:
@@ -31,20 +44,17 @@ def _metrics(record: Record, number: int) -> list[dict[str, Any]]:
 
 
 def _parting(
-    one: dict[str, Any], two: dict[str, Any], gaps: list[float], number: int, other: Record, times: float
+    number: int, seen: dict[str, Any], sums: tuple[float, float], brought: list[float], gap: float, other: Record
 ) -> Parting:
-    place = gaps.index(max(gaps))
-    a, b = one["after"][place], two["after"][place]
-    ranks = [update.facts["metrics"] for update in other.step(number)]
-    parts = [m["before"][place] for each in ranks for m in each if m["line"] == two["line"]][: other.world_size]
+    whole, total = sums
     cause = Cause(
         "metric-averaged",
-        f"{two['call']} at {two['line']} gives {b:.6g} on {other.world_size} processes ({b / times:.6g} as a mean over "
-        f"ranks) and {a:.6g} on the reference, for the same weights. The ranks bring {', '.join(f'{p:.6g}' for p in parts)}"
-        ": each has averaged over its own samples, of which it has another number than the others, or some samples are "
-        "counted twice.",
+        f"{seen['call']} at {seen['line']} gives {total:.6g} on {other.world_size} processes "
+        f"({total / other.world_size:.6g} as a mean over ranks) and {whole:.6g} on the reference, for the same weights. The "
+        f"ranks bring {', '.join(f'{part:.6g}' for part in brought)}: each has averaged over its own samples, of which it "
+        "has another number than the others, or some samples are counted twice.",
         "Add sums and counts over the ranks and divide once: all_reduce of (sum, count), then sum / count; let every "
         "sample be evaluated once. In instep: run.mean(value, weight).",
-        two["line"],
+        seen["line"],
     )
-    return Parting(number, "metric", "runs", other.world_size, cause, "", gaps[place], CLOSE)
+    return Parting(number, "metric", "runs", other.world_size, cause, "", gap, CLOSE)

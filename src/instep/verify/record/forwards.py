@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import inspect
 import weakref
 from collections.abc import Callable
@@ -12,6 +11,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from instep.verify.record.generators import device_state
 from instep.verify.record.patch import replace
 from instep.verify.record.samples import tensors_in
 from instep.verify.record.state import Recording, users_line
@@ -52,27 +52,26 @@ def _wrap_call(recording: Recording, calls: Calls, original: Callable[..., Any])
         if torch.compiler.is_compiling() or calls.depth or calls.in_backward or recording.closed:
             return original(self, *args, **kwargs)
         counts = torch.is_grad_enabled() and self.training and calls.has_parameters(self)
-        before = _enter(recording, self, args, kwargs) if counts else ("", 0)
+        rows = _enter(recording, self, args, kwargs) if counts else 0
         calls.depth = 1
         try:
             result = original(self, *args, **kwargs)
         finally:
             calls.depth = 0
         if counts:
-            _leave(recording, result, *before)
+            _leave(recording, result, rows)
         return result
 
     return __call__
 
 
-def _enter(recording: Recording, module: nn.Module, args: Any, kwargs: Any) -> tuple[str, int]:
+def _enter(recording: Recording, module: nn.Module, args: Any, kwargs: Any) -> int:
     step = recording.step
     if not any(module is known for known in recording.models):
         recording.models.append(module)
     rows = recording.samples.enter((args, kwargs))
     device = next((p.device for p in module.parameters()), torch.device("cpu"))
-    state = generator_state(device)
-    step["random"] = step["random"] or state
+    step["random"] = step["random"] or device_state(device)
     step["forwards"] += 1
     step["batch_norm"] = step["batch_norm"] or has_local_batch_norm(module)
     if torch.is_autocast_enabled(device.type):
@@ -82,22 +81,13 @@ def _enter(recording: Recording, module: nn.Module, args: Any, kwargs: Any) -> t
             if isinstance(part, nn.RNNBase) and part.dropout:
                 part.dropout = 0.0
                 step["drops"] = True
-    return state, rows
+    return rows
 
 
-def _leave(recording: Recording, result: Any, state: str, rows: int) -> None:
+def _leave(recording: Recording, result: Any, rows: int) -> None:
     outputs = [one for one in tensors_in(result) if one.requires_grad]
-    if not outputs:
-        return
-    if rows:
+    if rows and outputs:
         recording.step["outputs"] = max(recording.step["outputs"], sum(one.numel() for one in outputs) // rows)
-    recording.step["draws"] = recording.step["draws"] or generator_state(outputs[0].device) != state
-
-
-def generator_state(device: torch.device) -> str:
-    """A hash of where the device's generator stands."""
-    state = torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
-    return hashlib.blake2b(state.numpy().tobytes(), digest_size=8).hexdigest()
 
 
 def has_local_batch_norm(module: nn.Module) -> bool:

@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from instep.verify.record.forwards import Calls
+from instep.verify.record.generators import random_state
 from instep.verify.record.patch import replace
 from instep.verify.record.pieces import is_piece
 from instep.verify.record.prints import print_tensor
@@ -51,6 +52,7 @@ def _wrap_backward(
             return original(tensors, *args, **kwargs)
         if recording.is_done and not recording.wants_next_epoch():
             recording.end_script()
+        recording.step["draws"] |= bool(recording.seen_random) and random_state() != recording.seen_random
         _note_loss(recording, scaling, tensors)
         recording.reduced.clear()  # taken before this pass, as by clipping in the middle of a group
         calls.in_backward = True

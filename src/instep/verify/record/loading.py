@@ -9,8 +9,10 @@ from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, dataloader
+from torch.utils.data._utils import fetch
 from torch.utils.data.distributed import DistributedSampler
 
+from instep.verify.record.generators import drawing_by, random_state
 from instep.verify.record.patch import replace
 from instep.verify.record.state import Recording, users_line
 
@@ -40,6 +42,7 @@ def record_loading(recording: Recording) -> None:
     replace((dataloader._BaseDataLoaderIter,), "__next__", lambda original: _wrap_next(loaders, original))
     replace((DistributedSampler,), "set_epoch", lambda original: _wrap_epoch(loaders, original))
     replace((torch,), "save", lambda original: _wrap_save(recording, original))
+    replace((fetch._MapDatasetFetcher,), "fetch", lambda original: _wrap_fetch(recording, original))
 
 
 def _wrap_making(loaders: Loaders, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -121,6 +124,7 @@ def _wrap_next(loaders: Loaders, original: Callable[..., Any]) -> Callable[..., 
         batch = original(self)
         if not recording.closed and not recording.is_done:
             recording.samples.fetch(batch)
+            recording.seen_random = random_state()
         return batch
 
     return __next__
@@ -142,3 +146,22 @@ def _wrap_save(recording: Recording, original: Callable[..., Any]) -> Callable[.
             original(*args, **kwargs)
 
     return save
+
+
+def _wrap_fetch(recording: Recording, original: Callable[..., Any]) -> Callable[..., Any]:
+    """Random augmentation of a sample depends on the sample, not on what was read before it, so that it can be compared.
+    Runs in worker processes too, which are forked with it."""
+
+    def fetch_samples(self: Any, possibly_batched_index: Any) -> Any:
+        if recording.options.keep_random or recording.uses_run or not isinstance(possibly_batched_index, list):
+            return original(self, possibly_batched_index)
+        if not self.auto_collation:
+            return original(self, possibly_batched_index)
+        several = getattr(self.dataset, "__getitems__", None)  # as Subset has it
+        rows = []
+        for index in possibly_batched_index:
+            with drawing_by(index):
+                rows.append(several([index])[0] if several else self.dataset[index])
+        return self.collate_fn(rows)
+
+    return fetch_samples

@@ -16,6 +16,7 @@ import numpy
 import torch
 
 from instep.launch.probe.sites import is_users_file
+from instep.verify.record.generators import random_state
 from instep.verify.record.options import Options
 from instep.verify.record.pieces import gather_whole, is_piece
 from instep.verify.record.prints import digest, print_tensor
@@ -50,6 +51,7 @@ class Recording:
         self.closed = False
         self.skimming = False
         self.wants_next_epoch: Callable[[], bool] = lambda: False
+        self.seen_random = ""  # where the generators stood when the newest batch came or a step ended; empty before
         self.watched: list[weakref.ref[Any]] = []  # parameters whose gradients are summed up
         self.local: dict[int, numpy.ndarray[Any, Any]] = {}
         self.reduced: dict[int, numpy.ndarray[Any, Any]] = {}
@@ -77,6 +79,7 @@ class Recording:
         source, samples = self.samples.take()
         self.note("update", **self.step, **facts, sample_source=source, samples=samples)
         self.step = new_step()
+        self.seen_random = random_state()
 
     @property
     def wanted_updates(self) -> int:
@@ -129,7 +132,7 @@ def new_step() -> dict[str, Any]:
         "scheduled": 0,
         "random": None,  # the state of the generator at the first forward
         "drops": False,
-        "draws": False,  # whether the forward drew random numbers although dropout is off
+        "draws": False,  # whether random numbers were drawn between the batch and its backward, dropout being off
         "batch_norm": False,
         "low_precision": None,
         "outputs": 0,  # elements per sample that the model gives

@@ -113,7 +113,7 @@ def _before(recording: Recording, steps: Steps, scaling: Scaling, optimizer: tor
         "scale": scale,
         "changed": changed,
         "gradient_bits": digests_of({n: g for n, g in gradients.items() if factor == 1.0}),
-        **_describe_wrapping(parameters),
+        **_describe_wrapping(recording, parameters),
     }
 
 
@@ -121,7 +121,7 @@ def _is_sharded(parameters: dict[str, torch.nn.Parameter]) -> bool:
     return any(hasattr(p, "full_tensor") or is_piece(p) for p in parameters.values())
 
 
-def _describe_wrapping(parameters: dict[str, torch.nn.Parameter]) -> dict[str, Any]:
+def _describe_wrapping(recording: Recording, parameters: dict[str, torch.nn.Parameter]) -> dict[str, Any]:
     """How gradients of these parameters come to be averaged, as far as it shows."""
     ids = {id(p) for p in parameters.values()}
     found = wrapper_of(ids, WRAPPED)
@@ -131,6 +131,7 @@ def _describe_wrapping(parameters: dict[str, torch.nn.Parameter]) -> dict[str, A
         "joined": dist.is_available() and dist.is_initialized(),
         "sharded": len(sharded) + sum(map(is_piece, parameters.values())),
         "mesh_axes": max((len(shape) for shape in meshes), default=0),
+        "tensor_parallel": bool(sharded) and not any(map(_is_fsdp, recording.models)),
         "wrapped": found is not None,
     }
     if found is not None:
@@ -142,6 +143,13 @@ def _describe_wrapping(parameters: dict[str, torch.nn.Parameter]) -> dict[str, A
             "hook": bool(getattr(model, "_comm_hooks", ())),  # gradients may be compressed, so only nearly the mean
         }
     return facts
+
+
+def _is_fsdp(model: torch.nn.Module) -> bool:
+    """Whether fully_shard has been applied to it or to a part of it."""
+    from torch.distributed.fsdp import FSDPModule
+
+    return any(isinstance(part, FSDPModule) for part in model.modules())
 
 
 def _after(recording: Recording, steps: Steps, optimizer: torch.optim.Optimizer) -> None:

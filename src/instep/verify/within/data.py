@@ -14,7 +14,7 @@ from instep.verify.within.weights import is_split
 def same_data(record: Record) -> Iterator[Parting]:
     """Two ranks whose samples are equal in every step. A dataset may hold equal samples, so one step proves nothing
     unless its samples differ from each other."""
-    if record.num_steps == 0 or is_split(record.step(1)[0]) or record.uses_run:
+    if record.num_steps == 0 or is_split(record.step(1)) or record.uses_run:
         return
     for place, rank in enumerate(record.ranks[1:], 1):
         rows = [(Counter(s[0].facts["samples"]), Counter(s[place].facts["samples"])) for s in _steps(record)]

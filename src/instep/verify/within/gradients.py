@@ -15,7 +15,7 @@ CLOSE = 1e-3  # relative rest of a fit: above any rounding in fp32, below any mi
 def different_gradients(record: Record) -> Iterator[Parting]:
     for number in range(1, record.num_steps + 1):
         updates = record.step(number)
-        if is_split(updates[0]):
+        if is_split(updates):
             return
         first = updates[0].vectors["reduced"]
         sizes = scales(first)
@@ -92,7 +92,7 @@ def mean_of_local(record: Record) -> Iterator[Parting]:
     for number in range(1, record.num_steps + 1):
         updates = record.step(number)
         facts = updates[0].facts
-        if facts["sharded"] or facts.get("hook") or not updates[0].vectors["local"]:
+        if facts["sharded"] or facts.get("hook") or is_split(updates) or not updates[0].vectors["local"]:
             return
         expected = mean([update.vectors["local"] for update in updates])
         reduced = updates[0].vectors["reduced"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from instep.verify.parting import Cause, Parting
 from instep.verify.records import Record, Update
@@ -15,9 +15,14 @@ def sizes_of(vectors: Vectors) -> dict[str, float]:
     return {name: norm(vector) for name, vector in vectors.items()}
 
 
-def is_split(update: Update) -> bool:
-    """Whether ranks rightly hold different things (tensor parallel, pipelines)."""
-    return update.facts["mesh_axes"] > 1
+def is_split(updates: Sequence[Update]) -> bool:
+    """Whether ranks rightly hold different things: tensor parallel layers, stages of a pipeline."""
+    first = updates[0].facts
+    return (
+        first["mesh_axes"] > 1
+        or first["tensor_parallel"]
+        or any(sorted(update.facts["names"]) != sorted(first["names"]) for update in updates)
+    )
 
 
 def parameter_order(record: Record) -> Iterator[Parting]:
@@ -51,7 +56,7 @@ def starting_weights(record: Record) -> Iterator[Parting]:
         updates = record.step(number)
         starts = [update.vectors["start"] or previous_weights(record, place, number) for place, update in
                   enumerate(updates)]  # fmt: skip
-        if not any(update.vectors["start"] for update in updates) or is_split(updates[0]):
+        if not any(update.vectors["start"] for update in updates) or is_split(updates):
             continue
         for place, start in enumerate(starts[1:], 1):
             gap = farthest(starts[0], start, sizes_of(starts[0]))
@@ -103,7 +108,7 @@ def weights_after(record: Record) -> Iterator[Parting]:
     """Parameters after a step, where gradients, weights before and learning rates were equal."""
     for number in range(1, record.num_steps + 1):
         updates = record.step(number)
-        if is_split(updates[0]):
+        if is_split(updates):
             return
         first = updates[0].vectors["param"]
         for update, rank in zip(updates[1:], record.ranks[1:]):
