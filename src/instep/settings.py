@@ -90,6 +90,8 @@ ROWS = (
         "arguments of instep.Run that beat the script's, as a JSON object of texts"),
     Row("trackers", "INSTEP_TRACKERS", "trackers", [], read_names, None,
         "where metrics go beside metrics.jsonl: tensorboard, wandb, mlflow, or several with commas"),
+    Row("live", "INSTEP_LIVE", None, False, read_switch, None,
+        "set by `instep run` on a terminal: ranks redraw their progress line, though they write to a pipe"),
     Row("shared_memory", "INSTEP_SHARED_MEMORY", "shared-memory", True, read_switch, None,
         "whether ranks that train on the CPUs of one host add up gradients in shared memory"),
 )  # fmt: skip

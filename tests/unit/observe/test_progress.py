@@ -118,3 +118,18 @@ def test_a_live_line_leaves_streams_and_cursor_as_they_were(monkeypatch):
     progress.close()
     assert (sys.stdout, sys.stderr) == before
     assert stream.getvalue().rindex("\x1b[?25h") > stream.getvalue().rindex("\x1b[?25l")
+
+
+def test_by_way_of_the_launcher_the_line_is_a_state_that_is_written_over():
+    clock, stream = Clock(), io.StringIO()
+    progress = Progress(stream, clock, piped_to_terminal=True)
+    progress.plan(4, 0)
+    run_steps(progress, clock, range(2), 1.0)
+    progress.say("a line of its own")
+    run_steps(progress, clock, range(2, 4), 1.0)
+    progress.close()
+    states = stream.getvalue().replace("\n", "\r").split("\r")
+    assert [state.split(" | ")[0] for state in states] == [
+        *("step 1/4", "step 2/4", "a line of its own", "step 3/4", "step 4/4", "step 4/4", "")
+    ]
+    assert stream.getvalue().count("\n") == 2 and stream.getvalue().endswith("samples/s\n")
