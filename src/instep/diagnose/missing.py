@@ -142,6 +142,7 @@ def _growths(scope: Function, name: str) -> Iterator[ast.AST]:
             for target in targets:
                 if isinstance(target, ast.Subscript) and getattr(target.value, "id", None) == name:
                     yield node
-        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in _GROWS:
-            if getattr(node.func.value, "id", None) == name:
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            owner = getattr(node.func.value, "id", None)
+            if owner == name and node.func.attr in _GROWS:
                 yield node

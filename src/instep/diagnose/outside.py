@@ -85,8 +85,9 @@ def lock_awaited(frame: Frame) -> str | None:
     """The lock that a line takes: `with LOCK:` or `LOCK.acquire()`."""
     source = load(frame.file)
     statement = source.statement_at(frame.line) if source else None
-    if isinstance(statement, ast.With) and statement.items[0].context_expr.lineno <= frame.line:
-        if statement.body and frame.line < statement.body[0].lineno:
+    if isinstance(statement, ast.With):
+        lock = statement.items[0].context_expr
+        if lock.lineno <= frame.line < statement.body[0].lineno:
             return ast.unparse(statement.items[0].context_expr)
     for node in ast.walk(statement) if statement is not None and not isinstance(statement, ast.With) else ():
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "acquire":

@@ -253,7 +253,8 @@ class RunView:
 
     def stalled_rank(self, rank: int) -> dict[str, Any]:
         rows: list[dict[str, Any]] = (self.stall or {}).get("ranks", [])
-        return next((row for row in rows if row["rank"] == rank), {})
+        none: dict[str, Any] = {}
+        return next((row for row in rows if row["rank"] == rank), none)
 
     def events(self, name: str) -> dict[int, list[Event]]:
         """Events of a name by rank; ranks without any are left out."""

@@ -121,6 +121,7 @@ def call_at(source: Source, line: int, *names: str) -> ast.Call | None:
         return None
     for node in ast.walk(statement):
         if isinstance(node, ast.Call) and node.lineno <= line <= (node.end_lineno or node.lineno):
-            if getattr(node.func, "id", getattr(node.func, "attr", None)) in names:
+            name = getattr(node.func, "id", getattr(node.func, "attr", None))
+            if name in names:
                 return node
     return None

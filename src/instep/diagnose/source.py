@@ -48,8 +48,11 @@ class Source:
         best: ast.stmt | None = None
         for node in ast.walk(self.tree):
             if isinstance(node, ast.stmt) and node.lineno <= line <= (node.end_lineno or node.lineno):
-                if best is None or (node.lineno, -(node.end_lineno or 0)) >= (best.lineno, -(best.end_lineno or 0)):
-                    best = node
+                is_inner = best is None or (node.lineno, -(node.end_lineno or 0)) >= (
+                    best.lineno,
+                    -(best.end_lineno or 0),
+                )
+                best = node if is_inner else best
         return best
 
     def enclosing(self, line: int) -> list[ast.AST]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import struct
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 MAGIC = b"istp"
 VERSION = 1
@@ -41,7 +42,7 @@ MARK = struct.Struct("<BBHIQIIQd")  # kind, operation, flags, site, sequence num
 STEP = struct.Struct("<QQIIIIIIdd")  # step, sequence, turns, reduced backwards, backwards, batches, calls, site, lr, t
 BATCH = struct.Struct("<IIIIQQQQ")  # loader, pass, index, flags, prints of up to four tensors
 
-KINDS = (
+KINDS: tuple[str, ...] = (
     "none",
     "enter-collective",
     "leave-collective",
@@ -58,7 +59,7 @@ KINDS = (
 )
 KIND_NUMBER = {name: number for number, name in enumerate(KINDS)}
 
-OPERATIONS = (
+OPERATIONS: tuple[str, ...] = (
     "",
     "all_reduce",
     "broadcast",
@@ -216,7 +217,7 @@ class Page:
         end = self.num_marks
         found: list[Mark] = []
         for index in range(max(0, end - min(newest, NUM_MARK_SLOTS)), end):
-            row = MARK.unpack_from(self.data, MARKS + index % NUM_MARK_SLOTS * MARK.size)
+            row: tuple[Any, ...] = MARK.unpack_from(self.data, MARKS + index % NUM_MARK_SLOTS * MARK.size)
             if 0 < row[0] < len(KINDS) and row[1] < len(OPERATIONS):
                 found.append(Mark(KINDS[row[0]], OPERATIONS[row[1]], *row[2:]))
         return found

@@ -63,6 +63,7 @@ def _wrap_meeting(recorder: Recorder, start_watching: Callable[[], None], origin
     def init_process_group(*args: Any, **kwargs: Any) -> Any:
         contained(start_watching)()
         site = recorder.sites.here(1)
+        _note_joining(recorder, site, kwargs)
         recorder.mark(_ENTER, layout.OPERATION_NUMBER["init_process_group"], 0, site)
         try:
             result = original(*args, **kwargs)
@@ -74,6 +75,20 @@ def _wrap_meeting(recorder: Recorder, start_watching: Callable[[], None], origin
         return result
 
     return init_process_group
+
+
+@contained
+def _note_joining(recorder: Recorder, site: int, options: dict[str, Any]) -> None:
+    """What the script says of itself, beside what the launcher gave it."""
+    rank, size = options.get("rank", -1), options.get("world_size", -1)
+    recorder.log.note(
+        "joining",
+        site=site,
+        said_rank=rank if isinstance(rank, int) and rank >= 0 else None,
+        said_size=size if isinstance(size, int) and size >= 0 else None,
+        rank=recorder.rank,
+        world_size=recorder.world_size,
+    )
 
 
 def _wrap_leaving(recorder: Recorder, before_leaving: Callable[[], None], original: Callable[..., Any]) -> Any:

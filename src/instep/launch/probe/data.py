@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import weakref
 import zlib
 from collections.abc import Callable
@@ -47,6 +48,8 @@ class Lap:
     site: int
     batches: int = 0
     indices: int = 0
+    started: float = 0.0
+    first_seconds: float = 0.0  # from the start of the pass to its first batch, with the start of worker processes
     trained_before: int = 0
     done: bool = False
 
@@ -96,16 +99,16 @@ def _wrap_sampler(recorder: Recorder, loaders: Loaders, original: Callable[..., 
 
 def _wrap_iter(recorder: Recorder, loaders: Loaders, original: Callable[..., Any]) -> Callable[..., Any]:
     def __iter__(self: Any) -> Any:
-        site = recorder.sites.here(1)
+        site, started = recorder.sites.here(1), time.monotonic()
         iterator = original(self)
-        _begin_lap(recorder, loaders, self, iterator, site)
+        _begin_lap(recorder, loaders, self, iterator, site, started)
         return iterator
 
     return __iter__
 
 
 @contained
-def _begin_lap(recorder: Recorder, loaders: Loaders, loader: Any, iterator: Any, site: int) -> None:
+def _begin_lap(recorder: Recorder, loaders: Loaders, loader: Any, iterator: Any, site: int, started: float) -> None:
     entry = loaders.known.get(loader) or loaders.add(loader, 0)
     previous = loaders.laps.get(iterator)  # persistent workers hand out the same iterator again
     if previous is not None:
@@ -117,7 +120,12 @@ def _begin_lap(recorder: Recorder, loaders: Loaders, loader: Any, iterator: Any,
     entry.laps += 1
     epoch = getattr(sampler, "epoch", None)
     loaders.laps[iterator] = Lap(
-        entry, entry.laps, epoch if isinstance(epoch, int) else None, site, trained_before=recorder.backwards
+        entry,
+        entry.laps,
+        epoch if isinstance(epoch, int) else None,
+        site,
+        trained_before=recorder.backwards,
+        started=started,
     )
     workers = getattr(iterator, "_workers", ())
     if workers:
@@ -227,6 +235,8 @@ def _end_lap(recorder: Recorder, lap: Lap, exhausted: bool) -> None:
         exhausted=exhausted,
         order=lap.indices & 0xFFFFFFFFFFFF,
         site=lap.site,
+        first_seconds=round(lap.first_seconds, 4),
+        seconds=round(time.monotonic() - lap.started, 4),
         backwards=recorder.backwards - lap.trained_before,
     )
 
@@ -240,6 +250,8 @@ def _fetched(recorder: Recorder, loaders: Loaders, iterator: Any, batch: Any, si
     index = number = passes = 0
     if lap is not None:
         lap.batches += 1
+        if lap.batches == 1:
+            lap.first_seconds = time.monotonic() - lap.started
         index, number, passes = lap.batches, lap.loader.number, lap.number
     now = recorder.mark(_LEAVE, 0, 0, site, index)
     recorder.spend(_DATA, now - started)

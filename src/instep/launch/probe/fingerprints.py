@@ -99,7 +99,8 @@ def print_statistics(module: torch.nn.Module) -> dict[str, list[list[float]]]:
     """Running mean and variance of the first channels of the first batch norms."""
     rows: dict[str, list[list[float]]] = {}
     for name, part in module.named_modules():
-        if isinstance(part, torch.nn.modules.batchnorm._BatchNorm) and part.running_mean is not None and len(rows) < 8:
-            if part.running_var is not None:
-                rows[name] = [part.running_mean[:8].tolist(), part.running_var[:8].tolist()]
+        if isinstance(part, torch.nn.modules.batchnorm._BatchNorm) and len(rows) < 8:
+            mean, variance = part.running_mean, part.running_var
+            if mean is not None and variance is not None:
+                rows[name] = [mean[:8].tolist(), variance[:8].tolist()]
     return rows

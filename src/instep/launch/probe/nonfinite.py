@@ -115,7 +115,8 @@ def _judge(node: Any) -> dict[str, Any] | None:
     if name.startswith("DivBackward") and other is not None and bool((other == 0).any()):
         return {"name": name, "why": "division by 0"}
     exponent = saved.get("_saved_exponent")
-    if name.startswith("PowBackward0") and self_ is not None and isinstance(exponent, (int, float)):
-        if exponent < 0 and bool((self_ == 0).any()):
+    if name.startswith("PowBackward0") and self_ is not None:
+        negative = isinstance(exponent, (int, float)) and exponent < 0
+        if negative and bool((self_ == 0).any()):
             return {"name": name, "why": f"0 to the power of {exponent:g}"}
     return None

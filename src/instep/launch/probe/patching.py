@@ -10,7 +10,6 @@ from typing import Any
 
 from instep.launch.probe.recorder import contained
 
-
 REPLACED: list[tuple[Any, str, Callable[..., Any], Callable[..., Any]]] = []  # owner, name, original, wrapper
 
 

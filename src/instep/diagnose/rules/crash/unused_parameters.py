@@ -86,9 +86,10 @@ def find_replacement(made: CallSite | None) -> CallSite | None:
     """After the line that wraps, an assignment to a part of the inner model."""
     source = load(made.file) if made else None
     for node in ast.walk(source.tree) if source and made else ():
-        if isinstance(node, ast.Assign) and node.lineno > made.line:  # type: ignore[union-attr]
-            if any(".module" in ast.unparse(target) for target in node.targets):
-                return source.site(node)  # type: ignore[union-attr]
+        if source and made and isinstance(node, ast.Assign) and node.lineno > made.line:
+            replaced = [target for target in node.targets if ".module" in ast.unparse(target)]
+            if replaced:
+                return source.site(node)
     return None
 
 
@@ -112,9 +113,10 @@ def _made_at(row: dict[str, Any], child: str) -> CallSite | None:
     """Where the class makes the child."""
     source = load(row["file"])
     for node in ast.walk(source.tree) if source else ():
-        if isinstance(node, ast.Assign) and row["line"] <= node.lineno <= row["last"]:
-            if any(isinstance(target, ast.Attribute) and target.attr == child for target in node.targets):
-                return source.site(node)  # type: ignore[union-attr]
+        if source and isinstance(node, ast.Assign) and row["line"] <= node.lineno <= row["last"]:
+            made = [target.attr for target in node.targets if isinstance(target, ast.Attribute)]
+            if child in made:
+                return source.site(node)
     return None
 
 

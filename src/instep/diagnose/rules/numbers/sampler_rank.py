@@ -15,15 +15,14 @@ With tensor or pipeline parallelism several ranks rightly share a part; nothing 
 
 from __future__ import annotations
 
-import ast
 from collections.abc import Iterator
 
+from instep.diagnose.arguments import find_local_rank_argument
 from instep.diagnose.data_facts import loaders_by_key
 from instep.diagnose.model_facts import wraps
 from instep.diagnose.run_view import RankView, RunView, short
-from instep.diagnose.source import load
 from instep.records.event import Event
-from instep.records.finding import CallSite, Finding
+from instep.records.finding import Finding
 
 
 def check(run: RunView) -> Iterator[Finding]:
@@ -32,7 +31,7 @@ def check(run: RunView) -> Iterator[Finding]:
         return
     view, event = wrong[0]
     where = view.site(event.get("sampler_site")) or view.site(event["site"])
-    argument = _local_rank_argument(where)
+    argument = find_local_rank_argument(where)
     ranks = tuple(sorted({one.rank for one, _ in wrong}))
     because = (
         f" `{argument.source}` keeps its default on every rank: torchrun passes no --local_rank." if argument else ""
@@ -66,14 +65,3 @@ def _wrong_samplers(run: RunView, view: RankView) -> Iterator[Event]:
             continue
         if event["sampler_rank"] != view.rank or event["replicas"] != run.world_size:
             yield event
-
-
-def _local_rank_argument(where: CallSite | None) -> CallSite | None:
-    """The argument that torch.distributed.launch passed and torchrun does not, where the script still has it."""
-    source = load(where.file) if where else None
-    for node in ast.walk(source.tree) if source else ():
-        if isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "add_argument":
-            names = [one.value for one in node.args if isinstance(one, ast.Constant)]
-            if any(name in ("--local_rank", "--local-rank") for name in names):
-                return source.site(node)  # type: ignore[union-attr]
-    return None
