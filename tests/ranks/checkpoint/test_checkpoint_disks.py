@@ -107,7 +107,7 @@ def test_a_slow_disk_does_not_hold_up_training(tmp_path: Path, monkeypatch: pyte
         time.sleep(0.5)
         return write(descriptor, data)
 
-    monkeypatch.setattr(manifest.os, "write", slow)
+    monkeypatch.setattr(os, "write", slow)
     checkpoints = Checkpoints(tmp_path, WORLD)
     began = time.monotonic()
     checkpoints.save(state(1, 50), {}, step=1)
@@ -118,7 +118,7 @@ def test_a_slow_disk_does_not_hold_up_training(tmp_path: Path, monkeypatch: pyte
     assert is_whole(tmp_path, 1)
     checkpoints.close()
     assert is_whole(tmp_path, 2)
-    assert time.monotonic() - began > 6 * 0.5  # three files each
+    assert time.monotonic() - began > 6 * 0.5  # three files each, at least one piece each
     assert blocked < 0.5
 
 

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 
 import torch
 
+from instep.train.checkpoint.durable_file import BLOCK_BYTES
 from instep.train.checkpoint.pieces import Piece
 
 ALIGNMENT = 64  # of the first number; so that the file can be mapped and read in place
@@ -99,7 +100,12 @@ class FileImage:
     def _allocate(self, num_bytes: int) -> None:
         if self._device.type == "cuda":  # pinned, so that the copy from the device runs at full speed
             torch.cuda.set_device(self._device)  # a thread begins on device 0
-            self._buffer = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+            self._buffer = _align(torch.empty(num_bytes + BLOCK_BYTES, dtype=torch.uint8, pin_memory=True))
         else:
-            self._buffer = torch.empty(num_bytes, dtype=torch.uint8)
+            self._buffer = _align(torch.empty(num_bytes + BLOCK_BYTES, dtype=torch.uint8))
             self._buffer[::4096] = 0  # touches each page
+
+
+def _align(buffer: torch.Tensor) -> torch.Tensor:
+    """From where direct writes can begin."""
+    return buffer[-buffer.data_ptr() % BLOCK_BYTES :]

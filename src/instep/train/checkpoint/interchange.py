@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from instep.errors import CheckpointError, InstepError, UsageError
-from instep.train.checkpoint.manifest import sync_directory
+from instep.train.checkpoint.durable_file import sync_directory
 from instep.train.checkpoint.names import plain_name, unwrap
 from instep.train.checkpoint.pieces import is_dtensor
 from instep.train.checkpoint.source import Differences, refuse

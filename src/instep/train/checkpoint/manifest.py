@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import errno
 import json
-import os
 import zlib
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
@@ -12,16 +10,10 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from instep.records.run_dir import CheckpointDir
+from instep.train.checkpoint.durable_file import CHUNK_BYTES, FileEntry, write_durably
 
 FORMAT = "instep checkpoint"
 VERSION = 1
-CHUNK_BYTES = 16 << 20  # large enough for full disk speed, small enough to stay in a cache on its way to the checksum
-
-
-@dataclass(frozen=True)
-class FileEntry:
-    bytes: int
-    crc32: str
 
 
 @dataclass(frozen=True)
@@ -124,34 +116,6 @@ def checksum_of(file: BinaryIO) -> str:
     while count := file.readinto(buffer):  # type: ignore[attr-defined]
         crc = zlib.crc32(view[:count], crc)
     return f"{crc:08x}"
-
-
-def write_durably(path: Path, contents: memoryview | bytes) -> FileEntry:
-    """Writes a new file and waits until it is on disk. Raises OSError."""
-    view, crc = memoryview(contents).cast("B"), 0
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
-    try:
-        for start in range(0, len(view), CHUNK_BYTES):
-            chunk = view[start : start + CHUNK_BYTES]
-            crc = zlib.crc32(chunk, crc)
-            while chunk:
-                chunk = chunk[os.write(descriptor, chunk) :]
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-    return FileEntry(len(view), f"{crc:08x}")
-
-
-def sync_directory(path: Path) -> None:
-    """Makes the names in a directory durable."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # a file system that cannot, and needs not
-            raise
-    finally:
-        os.close(descriptor)
 
 
 def write_manifest(directory: Path, manifest: Manifest) -> None:

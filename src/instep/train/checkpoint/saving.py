@@ -13,8 +13,8 @@ import torch.distributed as dist
 
 from instep.records.run_dir import CheckpointDir
 from instep.train.checkpoint.agreement import Agreement, GivenUp
+from instep.train.checkpoint.durable_file import FileEntry, write_durably
 from instep.train.checkpoint.encode import JSON
-from instep.train.checkpoint.manifest import FileEntry, write_durably
 
 Publish = Callable[[dict[str, FileEntry]], None]
 

@@ -9,7 +9,8 @@ from pathlib import Path
 
 from instep.errors import CheckpointError
 from instep.records.run_dir import CheckpointDir, RunDir
-from instep.train.checkpoint.manifest import Damage, Manifest, read_manifest, sync_directory, write_manifest
+from instep.train.checkpoint.durable_file import sync_directory
+from instep.train.checkpoint.manifest import Damage, Manifest, read_manifest, write_manifest
 from instep.units import format_bytes
 
 SPARE_BYTES = 1 << 20  # for the JSON files and the file system's own book-keeping

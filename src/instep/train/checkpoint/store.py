@@ -20,10 +20,11 @@ import torch
 from instep.errors import CheckpointError, InstepError, UsageError
 from instep.records.run_dir import CheckpointDir, RunDir
 from instep.train.checkpoint.agreement import Agreement, open_store
+from instep.train.checkpoint.durable_file import FileEntry
 from instep.train.checkpoint.encode import JSON
 from instep.train.checkpoint.file_image import FileImage
 from instep.train.checkpoint.lock import Lock, sees_lock, take_lock
-from instep.train.checkpoint.manifest import Damage, FileEntry, Manifest, find_damage, read_manifest
+from instep.train.checkpoint.manifest import Damage, Manifest, find_damage, read_manifest
 from instep.train.checkpoint.pieces import Part, assign_writers, describe_parts, select
 from instep.train.checkpoint.retention import choose_removed
 from instep.train.checkpoint.saved import Saved
