@@ -219,7 +219,7 @@ class Page:
         for index in range(max(0, end - min(newest, NUM_MARK_SLOTS)), end):
             row: tuple[Any, ...] = MARK.unpack_from(self.data, MARKS + index % NUM_MARK_SLOTS * MARK.size)
             if 0 < row[0] < len(KINDS) and row[1] < len(OPERATIONS):
-                found.append(Mark(KINDS[row[0]], OPERATIONS[row[1]], *row[2:]))
+                found.append(Mark(KINDS[int(row[0])], OPERATIONS[int(row[1])], *row[2:]))
         return found
 
     def last_mark(self) -> Mark | None:
