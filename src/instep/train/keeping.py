@@ -125,7 +125,7 @@ def restore(run: Run, path: str | os.PathLike[str]) -> bool:
     checkpoints = _need_directory(run, f"run.restore({str(path)!r})")
     if str(path) == "latest" and checkpoints.newest_good() is None:
         return False
-    saved = checkpoints.open(path if str(path) == "latest" else Path(path))
+    saved = checkpoints.open("latest" if str(path) == "latest" else Path(path))
     _compare_arguments(run, saved)
     restore_state(saved, saved.values, *_parts(run))
     values = _decode(saved, saved.values["run"])
@@ -191,13 +191,13 @@ def load_weights(run: Run, path: str | os.PathLike[str], model: nn.Module | None
 
     world, chosen = run._entered(), _which(run, model, "run.load_weights")
     name = next((str(number) for number, each in enumerate(run._models) if each is chosen), None)
-    load(chosen, path, world, strict=strict, name=name, say=run._observer.say)
+    load(chosen, Path(path), world, strict=strict, name=name, say=run._observer.say)
 
 
 def export_weights(run: Run, path: str | os.PathLike[str], model: nn.Module | None) -> None:
     from instep.train.checkpoint.interchange import export
 
-    export(_which(run, model, "run.export"), path, run._entered())
+    export(_which(run, model, "run.export"), Path(path), run._entered())
 
 
 def _which(run: Run, model: nn.Module | None, what: str) -> nn.Module:

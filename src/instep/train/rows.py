@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,14 +12,14 @@ from torch import Tensor
 
 from instep.errors import UsageError
 from instep.train import seeds
-from instep.train.data.loader import MicroBatch
+from instep.train.data.loader import MicroBatch, StepBatches
 
 if TYPE_CHECKING:
     from instep.train.run import Run
     from instep.train.step import Step
 
 
-def gather_rows(run: Run, step: Step, fn: Callable[..., Any], batches: Collection[MicroBatch]) -> Any:
+def gather_rows(run: Run, step: Step, fn: Callable[..., Any], batches: StepBatches | Sequence[MicroBatch]) -> Any:
     """The rows of all ranks, with a backward that re-runs fn on this rank's micro-batches."""
     number = step._pass
 

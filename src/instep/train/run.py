@@ -75,21 +75,21 @@ class Run:
         checkpoint_every: int | None = None,
         keep: int = 3,
     ) -> None:
-        given = dict(
-            global_batch=global_batch,
-            micro_batch=micro_batch,
-            parallel=parallel,
-            precision=precision,
-            exact=exact,
-            clip_norm=clip_norm,
-            clip_value=clip_value,
-            compress=compress,
-            seed=seed,
-            threads=threads,
-            dir=dir,
-            checkpoint_every=checkpoint_every,
-            keep=keep,
-        )
+        given = {
+            "global_batch": global_batch,
+            "micro_batch": micro_batch,
+            "parallel": parallel,
+            "precision": precision,
+            "exact": exact,
+            "clip_norm": clip_norm,
+            "clip_value": clip_value,
+            "compress": compress,
+            "seed": seed,
+            "threads": threads,
+            "dir": dir,
+            "checkpoint_every": checkpoint_every,
+            "keep": keep,
+        }
         self._arguments: Arguments = read_arguments(settings.override_run_arguments(given))
         self.state: dict[str, Any] = {}
         self._world: World | None = None

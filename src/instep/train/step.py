@@ -11,7 +11,7 @@ from torch import Tensor
 
 from instep.errors import UsageError
 from instep.train import seeds
-from instep.train.data.loader import MicroBatch
+from instep.train.data.loader import MicroBatch, StepBatches
 from instep.train.position import LoopPosition
 from instep.train.reduce.words import Table
 from instep.train.rows import gather_rows
@@ -24,7 +24,7 @@ from instep.train.update import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection
+    from collections.abc import Callable, Sequence
 
     from instep.train.run import Run
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 class Step:
     """Iterating gives this rank's micro-batches; again, the same ones with a new random stream."""
 
-    def __init__(self, run: Run, position: LoopPosition, batches: Collection[MicroBatch], *, ends_epoch: bool) -> None:
+    def __init__(self, run: Run, position: LoopPosition, batches: StepBatches | Sequence[MicroBatch], *, ends_epoch: bool) -> None:
         self.index, self.epoch, self.ends_epoch = run._position.next_index, position.epoch, ends_epoch
         self.loss: float | None = None
         self.grad_norm: float | None = None
