@@ -28,6 +28,8 @@ def loop_steps(run: Run, loader: Loader | None, epochs: int | None, steps: int |
     number = run._calls
     run._calls += 1
     position = run._position.loop(number)
+    for earlier in run._position.loops[:number]:
+        earlier.done = True  # a restart does not go back to it, though it may have been left by `break`
     if position.done:
         return iter(())
     if loader is None:
@@ -53,13 +55,17 @@ def _data_steps(
             yield from _epoch_steps(run, epoch, position, epochs, steps)
         finally:
             epoch.close()
-    position.done = True
 
 
 def _epoch_steps(
     run: Run, epoch: Epoch, position: LoopPosition, epochs: int | None, steps: int | None
 ) -> Iterator[Step]:
     number = position.epoch
+    if run._spread_short_steps and epoch.num_steps is None:
+        raise UsageError(
+            "sync_batch_norm=True needs every rank to have samples in every step, which data whose streams end at different "
+            "times do not give: use a map-style dataset, or leave sync_batch_norm out."
+        )
     has_next = _any_rank_has(run, epoch)
     if not has_next and position.step == 0:
         raise UsageError(f"the data gave no sample in epoch {number}: a step needs at least one.")
@@ -85,7 +91,6 @@ def _slot_steps(run: Run, position: LoopPosition, steps: int) -> Iterator[Step]:
     while position.taken < steps:
         slots = [MicroBatch(slot, run._slots.micro_batch, slot) for slot in run._slots.local]
         yield from _one(run, Step(run, position, slots, ends_epoch=False))
-    position.done = True
 
 
 def _one(run: Run, step: Step) -> Iterator[Step]:

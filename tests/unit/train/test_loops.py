@@ -1,0 +1,61 @@
+"""Calls of run.steps one after the other, and where they stand after a restart."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import instep
+
+
+def train(folder: Path, first: int, second: int, leave_at: int | None = None) -> tuple[list[int], list[int]]:
+    """Indices of the steps that each of two loops took; the first may be left early."""
+    with instep.Run(global_batch=4, dir=folder) as run:
+        model = nn.Linear(2, 1)
+        run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        loader = run.loader(TensorDataset(torch.ones(16, 2)), shuffle=True)
+        run.restore()
+        taken: tuple[list[int], list[int]] = [], []
+        for number, steps in enumerate((first, second)):
+            if not steps:
+                continue
+            for step in run.steps(loader, steps=steps):
+                for (x,) in step:
+                    step.backward(model(x).mean())
+                step.update()
+                taken[number].append(step.index)
+                if number == 0 and step.index == leave_at:
+                    break
+        run.save()
+        return taken
+
+
+def test_a_finished_loop_takes_no_more_steps(tmp_path: Path) -> None:
+    assert train(tmp_path, 3, 2) == ([0, 1, 2], [3, 4])
+    assert train(tmp_path, 3, 2) == ([], [])
+
+
+def test_the_last_loop_may_be_made_longer(tmp_path: Path) -> None:
+    assert train(tmp_path, 3, 0) == ([0, 1, 2], [])
+    assert train(tmp_path, 5, 0) == ([3, 4], [])
+
+
+def test_a_loop_that_was_left_is_not_taken_up_again_when_a_later_one_had_begun(tmp_path: Path) -> None:
+    assert train(tmp_path, 6, 2, leave_at=1) == ([0, 1], [2, 3])
+    assert train(tmp_path, 6, 4) == ([], [4, 5])
+
+
+def test_synchronised_batch_norm_refuses_streams() -> None:
+    class Stream(torch.utils.data.IterableDataset[torch.Tensor]):
+        def __iter__(self):  # type: ignore[no-untyped-def]
+            return iter(torch.ones(8, 2))
+
+    with pytest.raises(instep.UsageError, match="sync_batch_norm=True needs every rank to have samples in every step"):
+        with instep.Run(global_batch=2, micro_batch=2) as run:
+            model = nn.BatchNorm1d(2)
+            run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), sync_batch_norm=True)
+            next(iter(run.steps(run.loader(Stream()), epochs=1)))
