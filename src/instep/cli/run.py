@@ -43,7 +43,7 @@ def run(argv: list[str]) -> int:
         outcome = launch(spec, parsed.words, make_hooks(spec), say)
     except BrokenTorch as error:
         print(error, file=sys.stderr, end="")
-        say("torch cannot be imported, so no rank was started; `instep check` looks into it")
+        say("torch cannot be imported, so no rank was started; mend that first: python -c 'import torch'")
         return 1
     report(spec, outcome)
     return outcome.code
@@ -171,7 +171,11 @@ def make_hooks(spec: LaunchSpec) -> Hooks:
     run_dir = RunDir(Path(spec.run_dir))
 
     def describe() -> str:
-        findings = [one for one in diagnose_run(run_dir) if one.id.startswith(("hang/", "startup/")) or one.id in _EXPLAIN_A_STALL]
+        findings = [
+            one
+            for one in diagnose_run(run_dir)
+            if one.id.startswith(("hang/", "startup/")) or one.id in _EXPLAIN_A_STALL
+        ]
         write_json(run_dir.findings, [finding.as_json() for finding in findings])
         return format_findings(findings)
 

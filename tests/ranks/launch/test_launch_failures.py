@@ -94,7 +94,7 @@ def test_a_broken_torch_is_said(launch: Launcher) -> None:
     assert ended.code == 1
     assert ended.err.endswith(
         "ImportError: libc10.so: no such file\n"
-        "instep: torch cannot be imported, so no rank was started; `instep check` looks into it\n"
+        "instep: torch cannot be imported, so no rank was started; mend that first: python -c 'import torch'\n"
     )
 
 

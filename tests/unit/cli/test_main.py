@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -21,6 +22,13 @@ def test_every_file_of_a_command_has_a_row() -> None:
     with_run = {name for name in files if "def run(argv" in (CLI / f"{name}.py").read_text(encoding="utf-8")}
     assert with_run <= set(cli.COMMANDS)
     assert with_run == set(cli.existing_commands())
+
+
+def test_texts_name_only_commands_that_exist() -> None:
+    absent = "|".join(sorted(set(cli.COMMANDS) - set(cli.existing_commands()))) or "(?!)"
+    for path in CLI.parent.rglob("*.py"):
+        named = re.findall(rf"instep (?:{absent})\b", path.read_text(encoding="utf-8"))
+        assert not named, f"{path} speaks of {named}"
 
 
 def test_help_lists_commands_and_an_example(capsys: pytest.CaptureFixture[str]) -> None:

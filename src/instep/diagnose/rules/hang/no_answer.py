@@ -7,7 +7,7 @@ Every rank has entered the same collective, and no byte was read or written for 
 The program is right; what is between the ranks is not: a link that is down, a firewall, a wrong network interface.
 
 ## What to do
-Check the network with `instep check` on the same nodes; name the interface with GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME.
+Check that the nodes reach each other, on every port; name the interface with GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME.
 
 ## When it is wrong
 A collective over very large tensors on a slow device.
@@ -32,7 +32,7 @@ def check(run: RunView) -> Iterator[Finding]:
         title=f"all ranks are in {first.operation} at {short(first.site)}, and it does not end",
         cause="Every rank has entered the same collective, but nothing passes between them.",
         fix=(
-            "check the network between the nodes: instep check",
+            "check that the nodes reach each other, on every port: firewalls, a link that is down, addresses of lo",
             "name the interface: GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME",
         ),
         evidence=cite_positions(run, hang.waiting),
