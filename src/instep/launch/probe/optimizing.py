@@ -19,6 +19,7 @@ from instep.records import recording as layout
 _ENTER, _LEAVE = layout.KIND_NUMBER["enter-step"], layout.KIND_NUMBER["leave-step"]
 _STEP, _TOTAL, _STEPS, _OWN = (layout.SECONDS_OF.index(name) for name in ("step", "total", "steps", "usual_own"))
 _BACKWARD, _CPU = layout.SECONDS_OF.index("backward"), layout.SECONDS_OF.index("backward_cpu")
+_BLOCK_STEPS = 16
 _COLLECTIVE = layout.SECONDS_OF.index("collective")
 
 
@@ -31,7 +32,9 @@ class Optimizers:
         self.started = 0.0
         self.last_end = 0.0
         self.waited = 0.0
-        self.own: deque[float] = deque(maxlen=256)
+        self.own = self.delayed = 0.0
+        self.counted = 0
+        self.blocks: deque[float] = deque(maxlen=32)
 
     def wrapped_by(self, optimizer: Any) -> list[Wrapped]:
         known = self.owners.get(optimizer)
@@ -54,10 +57,29 @@ class Optimizers:
         else:
             recorder.spend(_TOTAL, now - self.last_end)
             recorder.spend(_STEPS, 1)
-            self.own.append(now - self.last_end - (waited - self.waited))
-            if len(self.own) % 16 == 8:
-                recorder.spend(_OWN, statistics.median(self.own) - sums[_OWN])
+            self.own += now - self.last_end - (waited - self.waited)
+            self.counted += 1
+            if self.counted == _BLOCK_STEPS:
+                self._end_block(recorder)
         self.last_end, self.waited = now, waited
+
+    def _end_block(self, recorder: Recorder) -> None:
+        """The rank's own time per step, without what it waited for a core: a busy machine is nobody's fault."""
+        delayed = read_run_delay()
+        own = self.own - (delayed - self.delayed)
+        if self.blocks or self.delayed:
+            self.blocks.append(max(0.0, own) / _BLOCK_STEPS)
+            recorder.spend(_OWN, statistics.median(self.blocks) - recorder.seconds[_OWN])
+        self.own, self.counted, self.delayed = 0.0, 0, delayed
+
+
+def read_run_delay() -> float:
+    """Seconds that this thread was ready to run and had no core; 0 where the kernel does not tell."""
+    try:
+        with open("/proc/thread-self/schedstat", "rb") as file:
+            return int(file.read().split()[1]) / 1e9
+    except (OSError, IndexError, ValueError):
+        return 0.0
 
 
 def watch_optimizers(recorder: Recorder, fingerprints: Fingerprints) -> None:

@@ -23,8 +23,8 @@ from instep.records.event import Event
 from instep.records.finding import Finding
 
 MIN_PASSES = 4
-MIN_SHARE = 0.2  # of the time of the passes
-MIN_SECONDS = 0.5
+MIN_SHARE = 0.3  # of the time of the passes
+MIN_SECONDS = 2.0
 
 
 def check(run: RunView) -> Iterator[Finding]:
