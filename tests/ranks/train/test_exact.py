@@ -16,8 +16,23 @@ from torch.utils.data import TensorDataset
 
 import instep
 from run_ranks import run_ranks
-from scenarios import CLASSES, FEATURES, Branches, Noisy, Stream, Tied, even_data, gan, mlp, policy, supervised
-from scenarios import some_left_out, token_mean, two_calls, two_groups
+from scenarios import (
+    CLASSES,
+    FEATURES,
+    Branches,
+    Noisy,
+    Stream,
+    Tied,
+    even_data,
+    gan,
+    mlp,
+    policy,
+    some_left_out,
+    supervised,
+    token_mean,
+    two_calls,
+    two_groups,
+)
 
 
 def singles() -> TensorDataset:
