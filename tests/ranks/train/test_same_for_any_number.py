@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from scenarios import SCENARIOS
 from run_ranks import run_ranks
+from scenarios import SCENARIOS
 
 TOLERANCE = 1e-9  # float64, tens of steps; sums of at most 16 terms in another order
 
