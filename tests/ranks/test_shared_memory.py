@@ -150,7 +150,7 @@ def test_waiting_can_be_given_up_and_taken_up_again():
 
 
 def not_allowed_on_one_rank(rank: int, size: int, where: str):
-    if rank == 1:
+    if rank == (0 if where == "make_memory" else 1):
         setattr(shared_region, where, lambda *_: None)
     transport = SharedSum(dist.group.WORLD, World(rank, size, rank, size, torch.device("cpu")))
     bucket = Bucket(0, transport.allocate(10, torch.float32))
@@ -160,7 +160,7 @@ def not_allowed_on_one_rank(rank: int, size: int, where: str):
     return transport.is_shared, bucket.flat.unique().tolist()
 
 
-@pytest.mark.parametrize("where", ["open_memory", "find_process"])
+@pytest.mark.parametrize("where", ["make_memory", "open_memory", "find_process"])
 def test_where_one_rank_may_not_see_the_others_all_go_through_the_group(where):
     assert run_ranks(not_allowed_on_one_rank, 2, where) == [(False, [3.0])] * 2
 

@@ -82,26 +82,36 @@ def map_region(group: dist.ProcessGroup, numel: int, dtype: torch.dtype) -> Regi
     token_offset = 8 * LINE_WORDS * size
     header_bytes = _round_up(token_offset + 8)
     copy_bytes = _round_up(numel * dtype.itemsize)
-    box: list[tuple[int, int, int] | None] = [None]
-    own = -1
-    if rank == 0:
-        own = os.memfd_create("instep-bucket", os.MFD_CLOEXEC)
-        os.ftruncate(own, header_bytes + size * copy_bytes)
-        box[0] = (os.getpid(), own, secrets.randbits(62))
-        os.pwrite(own, box[0][2].to_bytes(8, sys.byteorder), token_offset)
+    own = make_memory(header_bytes + size * copy_bytes, token_offset) if rank == 0 else None
     try:
+        box = [(os.getpid(), *own) if own is not None else None]
         dist.broadcast_object_list(box, src=dist.get_global_rank(group, 0), group=group)
-        assert box[0] is not None
-        memory = open_memory(*box[0], token_offset)
+        memory = open_memory(*box[0], token_offset) if box[0] is not None else None
         if not all_agree(group, memory is not None) or memory is None:
             return None
     finally:
-        if own >= 0:
-            os.close(own)  # the mappings keep it
+        if own is not None:
+            os.close(own[0])  # the mappings keep it
     starts = range(header_bytes, header_bytes + size * copy_bytes, copy_bytes)
     copies = [memory[start : start + numel * dtype.itemsize].view(dtype) for start in starts]
     copies[rank].zero_()  # touched by its owner first, so that it lies near the owner's core
     return Region(memory[:header_bytes].numpy().data.cast("q"), memory.data_ptr(), copies, Futex())
+
+
+def make_memory(num_bytes: int, token_offset: int) -> tuple[int, int] | None:
+    """A file descriptor and the number written at `token_offset`; None where the system refuses."""
+    try:
+        descriptor = os.memfd_create("instep-bucket", os.MFD_CLOEXEC)
+    except OSError:
+        return None
+    token = secrets.randbits(62)
+    try:
+        os.ftruncate(descriptor, num_bytes)
+        os.pwrite(descriptor, token.to_bytes(8, sys.byteorder), token_offset)
+    except OSError:
+        os.close(descriptor)
+        return None
+    return descriptor, token
 
 
 def open_memory(pid: int, descriptor: int, token: int, token_offset: int) -> Tensor | None:
