@@ -6,6 +6,10 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 
+def processes(count: int) -> str:
+    return "one process" if count == 1 else f"{count} processes"
+
+
 @dataclass(frozen=True)
 class Cause:
     """id: its short name; text: what was seen and why it matters; fix: what to do; where: `file:line` or empty."""

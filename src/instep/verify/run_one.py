@@ -13,6 +13,7 @@ from typing import Any
 
 from instep.records.launch_spec import Program
 from instep.records.run_dir import RunDir
+from instep.verify.parting import processes
 from instep.verify.record.options import Options
 from instep.verify.records import Record, read_record
 
@@ -40,7 +41,7 @@ def run_one(
         "-m", "instep.verify.record", options.as_text(), *(["-m"] if program.kind == "module" else []),
         program.target, *program.args,
     ]  # fmt: skip
-    say(f"{num_ranks} process{'es' if num_ranks > 1 else ''}: {' '.join([program.target, *program.args])}")
+    say(f"{processes(num_ranks)}: {' '.join([program.target, *program.args])}")
     with open(log, "wb") as output:
         process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL)
         try:
@@ -71,17 +72,17 @@ def _describe_failure(
     errors = [f"rank {rank.number}: {rank.error}" for rank in record.ranks if rank.error]
     if code == 0 and record.num_steps and len(record.ranks) == num_ranks and not errors:
         return ""
-    processes = f"the run on {num_ranks} process{'es' if num_ranks > 1 else ''}"
+    run = f"the run on {processes(num_ranks)}"
     if timed_out:
-        return f"{processes} had not ended after {timeout_seconds:g} s (--timeout)" + _tail(log)
+        return f"{run} had not ended after {timeout_seconds:g} s (--timeout)" + _tail(log)
     if code != 0 or errors:
         findings = _read_findings(run_dir)
         why = "; ".join(errors) or (findings[0]["title"] if findings else "")
-        return f"{processes} failed with exit code {code}{': ' + why if why else ''}" + _hint(record) + _tail(log)
+        return f"{run} failed with exit code {code}{': ' + why if why else ''}" + _hint(record) + _tail(log)
     if len(record.ranks) < num_ranks:
-        return f"{processes} left a record of {len(record.ranks)} of them only" + _tail(log)
+        return f"{run} left a record of {len(record.ranks)} of them only" + _tail(log)
     return (
-        f"{processes} ended without a step of a torch.optim optimizer on every rank, so there is nothing to compare. "
+        f"{run} ended without a step of a torch.optim optimizer on every rank, so there is nothing to compare. "
         "verify needs a script that trains when it is started as given; check its arguments."
     )
 

@@ -7,7 +7,7 @@ import textwrap
 
 from instep.verify.across.judge import Comparison
 from instep.verify.across.quantities import Difference, StepRow
-from instep.verify.parting import Parting
+from instep.verify.parting import Parting, processes
 from instep.verify.verdict import Verdict
 
 HEADINGS = ("step", "samples", "loss", "gradients", "parameters", "buffers", "learning rate")
@@ -71,7 +71,7 @@ def _rates(row: StepRow) -> str:
 
 
 def table_title(comparison: Comparison, verdict: Verdict) -> str:
-    return f"{comparison.world_size} processes against {verdict.reference_size}"
+    return f"{processes(comparison.world_size)} against {processes(verdict.reference_size)}"
 
 
 def format_tables(verdict: Verdict) -> str:
@@ -101,15 +101,14 @@ def format_conclusion(verdict: Verdict) -> str:
     if verdict.kind == "not judged" and verdict.comparisons:
         lines += ["The ranks of each run agree with each other, and so does everything before that step."]
     for note in verdict.notes:
-        lines += _entry("note: ", note)
+        lines += _entry("note: ", _shorten(note))
     return "\n".join(lines) + "\n"
 
 
 def _title(parting: Parting) -> str:
-    where = f"between the ranks of {parting.world_size}" if parting.between == "ranks" else f"on {parting.world_size}"
-    if parting.between == "ranks" and parting.world_size == 1:
-        return f"{parting.title()}, on 1 process  [{parting.cause.id}]"
-    return f"{parting.title()}, {where} processes  [{parting.cause.id}]"
+    among = parting.between == "ranks" and parting.world_size > 1
+    place = f"between the ranks of {parting.world_size} processes" if among else f"on {processes(parting.world_size)}"
+    return f"{parting.title()}, {place}  [{parting.cause.id}]"
 
 
 def _entries(parting: Parting) -> list[str]:
@@ -167,6 +166,6 @@ def _largest(verdict: Verdict) -> str:
 def _tell(quantity: str, found: Difference, row: StepRow, comparison: Comparison) -> str:
     of = f" of {found.name}" if found.name else ""
     return (
-        f"{found.relative:.1e} ({quantity}{of}, step {row.step}, {comparison.world_size} processes); "
+        f"{found.relative:.1e} ({quantity}{of}, step {row.step}, {processes(comparison.world_size)}); "
         f"tolerance there {found.tolerance:.1e}"
     )

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from instep.verify.across.judge import Comparison, compare_runs
-from instep.verify.parting import Parting
+from instep.verify.parting import Parting, processes
 from instep.verify.run_one import Run
 from instep.verify.within.judge import judge_ranks
 
@@ -92,7 +92,7 @@ def _order(partings: list[Parting]) -> list[Parting]:
 
 def _notes(run: Run) -> list[str]:
     divided = [
-        f"DataLoader at {note['line']}: batch size {note['given']} -> {note['used']} on {run.record.world_size} processes"
+        f"DataLoader at {note['line']}: batch size {note['given']} -> {note['used']} on {processes(run.record.world_size)}"
         for note in (run.record.ranks[0].named("loader") if run.record.ranks else [])
         if note["used"] != note["given"]
     ]

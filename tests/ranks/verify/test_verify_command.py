@@ -25,7 +25,7 @@ def test_in_step_with_the_largest_difference_and_the_tolerance(tmp_path: Path) -
     ended = verify(tmp_path, "--steps", "3", str(SCRIPTS / "healthy_by_hand.py"))
     assert ended.returncode == 0, ended.stderr
     lines = ended.stdout.splitlines()
-    assert lines[0] == "2 processes against 1"
+    assert lines[0] == "2 processes against one process"
     assert lines[1].split() == ["step", "samples", "loss", "gradients", "parameters", "buffers", "learning", "rate"]
     assert lines[2].split()[:4] == ["1", "32", "the", "same"]
     assert "in step: over 3 steps the largest difference for its tolerance is" in ended.stdout
@@ -67,7 +67,7 @@ def test_layers_in_the_order_of_a_set(tmp_path: Path) -> None:
 def test_a_script_that_fails_is_not_judged_and_says_why(tmp_path: Path) -> None:
     ended = verify(tmp_path, script(tmp_path, "raise SystemExit('no data at /nowhere')\n"))
     assert ended.returncode == 3
-    assert "not judged: the run on 1 process failed with exit code 1" in ended.stdout
+    assert "not judged: the run on one process failed with exit code 1" in ended.stdout
     assert "no data at /nowhere" in ended.stdout
     assert "Traceback" not in ended.stderr
 

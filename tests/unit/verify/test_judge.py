@@ -99,7 +99,7 @@ def test_a_batch_that_grows_with_processes_is_not_judged(tmp_path: Path) -> None
     ranks[1][0] = {**ranks[1][0], "samples": ["s2", "s3"]}
     verdict = verdict_on(tmp_path, ranks)
     assert (verdict.kind, EXIT_CODES[verdict.kind]) == ("not judged", 3)
-    assert "A step has 2 samples on 1 processes and 4 on 2" in verdict.questions[0]
+    assert "A step has 2 samples on one process and 4 on 2 processes" in verdict.questions[0]
     assert "--divide NAME" in verdict.questions[0]
 
 

@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import dataclass
 
 from instep.verify.across.quantities import StepRow
-from instep.verify.parting import Cause
+from instep.verify.parting import Cause, processes
 from instep.verify.records import Record
 from instep.verify.vectors import Vectors, fit_factor, fit_weights
 from instep.verify.within.gradients import CLOSE
@@ -34,10 +34,10 @@ class Pair:
 
 
 def why_initial_weights(pair: Pair) -> Cause:
-    processes = f"{pair.other.world_size} processes begin with other weights than {pair.reference.world_size}"
+    seen = f"{processes(pair.other.world_size)} begin with other weights than {processes(pair.reference.world_size)}"
     return Cause(
         "initial-weights",
-        f"{processes}: the seed, or how many random numbers were drawn before the model was built, depends on the "
+        f"{seen}: the seed, or how many random numbers were drawn before the model was built, depends on the "
         "number of processes.",
         "Call torch.manual_seed with a fixed number right before the model is built.",
         pair.other.step(pair.number)[0].facts.get("wrap_line", ""),
@@ -55,8 +55,8 @@ def why_samples(pair: Pair) -> Cause:
         shorter = pair.other if ends[1] > ends[0] else pair.reference
         return Cause(
             "epoch-length",
-            f"Before this step {_processes(pair.reference)} had ended {ends[0]} epochs and {_processes(pair.other)} "
-            f"{ends[1]}: an epoch has fewer steps with {_processes(shorter)}, as the last batch is dropped, filled up or "
+            f"Before this step {processes(pair.reference.world_size)} had ended {ends[0]} epochs and {processes(pair.other.world_size)} "
+            f"{ends[1]}: an epoch has fewer steps with {processes(shorter.world_size)}, as the last batch is dropped, filled up or "
             "counted for each rank by itself.",
             "Choose a global batch that divides the data, or count in steps instead of epochs; instep.Run's epochs have "
             "the same steps on any number of processes.",
@@ -77,15 +77,15 @@ def why_samples(pair: Pair) -> Cause:
     if missing and not extra:
         return Cause(
             "drop-last",
-            f"{missing.total()} samples that {_processes(pair.reference)} trained on in this step are left out: with "
+            f"{missing.total()} samples that {processes(pair.reference.world_size)} trained on in this step are left out: with "
             "drop_last, what does not fill a batch of every rank is dropped.",
             "Choose a global batch that divides the data, or leave drop_last out; instep.Run's loader has a shorter "
             "last step instead.",
             line,
         )
     known = sum((there & whole).values())
-    seen = f"{known} of its {there.total()} samples are among those of {_processes(pair.reference)}" if known else (
-        f"none of its samples is among those of {_processes(pair.reference)}"
+    seen = f"{known} of its {there.total()} samples are among those of {processes(pair.reference.world_size)}" if known else (
+        f"none of its samples is among those of {processes(pair.reference.world_size)}"
     )  # fmt: skip
     return Cause(
         "data-order",
@@ -107,10 +107,6 @@ def _union(record: Record, numbers: range) -> Counter[str]:
     return sum((record.samples(number) for number in numbers), Counter())
 
 
-def _processes(record: Record) -> str:
-    return "one process" if record.world_size == 1 else f"{record.world_size} processes"
-
-
 def why_rates(pair: Pair, row: StepRow) -> Cause:
     one, two = row.rates[0], row.rates[1]
     line = pair.other.step(pair.number)[0].facts.get("scheduler_line", "")
@@ -119,8 +115,8 @@ def why_rates(pair: Pair, row: StepRow) -> Cause:
     if pair.number > 1 and calls[0] != calls[1]:
         return Cause(
             "scheduler-steps",
-            f"The scheduler has been stepped {calls[1]} times before this step on {pair.other.world_size} processes and "
-            f"{calls[0]} times on {pair.reference.world_size}: its schedule runs at another speed.",
+            f"The scheduler has been stepped {calls[1]} times before this step on {processes(pair.other.world_size)} and "
+            f"{calls[0]} times on {processes(pair.reference.world_size)}: its schedule runs at another speed.",
             "Step the scheduler once per optimizer step, whatever the number of processes (accelerate does it once per "
             "process unless step_scheduler_with_optimizer or split_batches says otherwise).",
             line,
@@ -135,7 +131,8 @@ def why_rates(pair: Pair, row: StepRow) -> Cause:
         )
     return Cause(
         "rates",
-        f"The learning rate is {two} on {pair.other.world_size} processes and {one} on {pair.reference.world_size}.",
+        f"The learning rate is {two} on {processes(pair.other.world_size)} and {one} on "
+        f"{processes(pair.reference.world_size)}.",
         "Compute the learning rate from steps and the global batch, not from numbers of batches per process.",
         line,
     )
@@ -190,7 +187,7 @@ def _factor(pair: Pair, row: StepRow) -> Cause | None:
     named, why, fix = _name_factor(factor, times, carried, passes)
     return Cause(
         "constant-factor",
-        f"Every gradient is {factor:.4g} times that of {_processes(pair.reference)}: {named}. {where}: {why}.",
+        f"Every gradient is {factor:.4g} times that of {processes(pair.reference.world_size)}: {named}. {where}: {why}.",
         fix,
         pair.line(),
     )

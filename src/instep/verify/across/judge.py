@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from instep.verify.across.causes import Pair, why_initial_weights, why_numbers, why_rates, why_samples
 from instep.verify.across.metrics import judge_metrics
 from instep.verify.across.quantities import Noise, StepRow, choose_tolerance, compare_step
-from instep.verify.parting import Cause, Parting
+from instep.verify.parting import Cause, Parting, processes
 from instep.verify.records import Record
 from instep.verify.tolerance import Tolerance
 from instep.verify.within.weights import order_cause
@@ -95,9 +95,7 @@ def _other_order(pair: Pair) -> Cause | None:
         return None
     place = next(i for i, (one, two) in enumerate(zip(*names)) if one != two)
     sizes = pair.reference.world_size, pair.other.world_size
-    return order_cause(
-        names[0][place], names[1][place], *(f"with {size} process{'es' if size > 1 else ''}" for size in sizes)
-    )
+    return order_cause(names[0][place], names[1][place], *(f"with {processes(size)}" for size in sizes))
 
 
 def _sources(pair: Pair) -> set[str]:
@@ -126,7 +124,8 @@ def _judge_samples(result: Comparison, pair: Pair, row: StepRow) -> None:
         )
     elif pair.number == 1 and one and two != one and two % one == 0 and two // one == pair.times:
         result.open_questions.append(
-            f"A step has {one} samples on {pair.reference.world_size} processes and {two} on {pair.other.world_size}: "
+            f"A step has {one} samples on {processes(pair.reference.world_size)} and {two} on "
+            f"{processes(pair.other.world_size)}: "
             "the script states a batch per process, so the runs train with different global batches. Give --divide NAME "
             "for the script's argument that sets the batch, or --single with a command line for one process."
         )

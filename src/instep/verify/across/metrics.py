@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from instep.verify.parting import Cause, Parting
+from instep.verify.parting import Cause, Parting, processes
 from instep.verify.records import Record
 
 CLOSE = 1e-3  # relative: beyond the drift of weights in a few steps
@@ -49,7 +49,7 @@ def _parting(
     whole, total = sums
     cause = Cause(
         "metric-averaged",
-        f"{seen['call']} at {seen['line']} gives {total:.6g} on {other.world_size} processes "
+        f"{seen['call']} at {seen['line']} gives {total:.6g} on {processes(other.world_size)} "
         f"({total / other.world_size:.6g} as a mean over ranks) and {whole:.6g} on the reference, for the same weights. The "
         f"ranks bring {', '.join(f'{part:.6g}' for part in brought)}: each has averaged over its own samples, of which it "
         "has another number than the others, or some samples are counted twice.",

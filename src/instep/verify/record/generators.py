@@ -20,13 +20,15 @@ def device_state(device: torch.device) -> str:
 
 
 def random_state() -> str:
-    """Where the generators of Python, numpy and torch stand, together."""
+    """Where the generators of Python, numpy and torch stand, together, that of a device in use too."""
     whole = hashlib.blake2b(torch.get_rng_state().numpy().tobytes(), digest_size=8)
     whole.update(repr(random.getstate()).encode())
     numpy_random = sys.modules.get("numpy.random")
     if numpy_random is not None:
         _, keys, place, *_ = numpy_random.get_state()
         whole.update(keys.tobytes() + bytes([place % 256, place // 256]))
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        whole.update(torch.cuda.get_rng_state().numpy().tobytes())
     return whole.hexdigest()
 
 

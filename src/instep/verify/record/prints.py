@@ -24,11 +24,11 @@ def print_tensor(tensor: torch.Tensor) -> numpy.ndarray[Any, Any]:
     """The print, in float64. Of a sharded tensor the whole, so every rank of its mesh has to come."""
     flat = flatten(tensor)
     if flat.numel() <= (WHOLE_VECTOR if tensor.dim() < 2 else WHOLE):
-        return flat.to("cpu", torch.float64).numpy().copy()
+        return flat.to("cpu").to(torch.float64).numpy().copy()  # some devices have no float64
     total = torch.zeros(BUCKETS, dtype=torch.float64)
     places, signs = _table()
     for number, start in enumerate(range(0, flat.numel(), _CHUNK)):
-        part = flat[start : start + _CHUNK].to("cpu", torch.float64)
+        part = flat[start : start + _CHUNK].to("cpu").to(torch.float64)
         sums = torch.zeros(BUCKETS, dtype=torch.float64)
         sums.index_add_(0, places[: part.numel()], part * signs[: part.numel()])
         total += sums.roll(number * 389)
