@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import select
 import selectors
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
@@ -13,6 +15,7 @@ from instep.launch.output import LineAssembler, fit_to_terminal
 
 _CHUNK = 1 << 16
 _DRAW_SECONDS = 0.1  # between two states of a progress bar on a terminal
+_WRITE_SECONDS = 0.2  # between two looks whether the run has to end, while the output is not taken
 _ERASE = b"\r\x1b[K"
 
 
@@ -31,8 +34,10 @@ class Stream:
 class Console:
     """All streams of the ranks that run now."""
 
-    def __init__(self, selector: selectors.BaseSelector) -> None:
+    def __init__(self, selector: selectors.BaseSelector, is_hurried: Callable[[], bool]) -> None:
+        """is_hurried: whether the run has to end, for which output that nobody takes is dropped."""
         self.selector = selector
+        self.is_hurried = is_hurried
         self.streams: set[Stream] = set()
         self.merged = _is_same_file(1, 2)
         self.on_terminal = {target: is_live_terminal(target) for target in (1, 2)}
@@ -110,7 +115,7 @@ class Console:
         """Prints above the progress bar, which comes back with the next look."""
         if self._drawn and self.on_terminal[target]:
             data, self._drawn = _ERASE + data, b""
-        _write(target, data)
+        self._write(target, data)
 
     def _draw(self, now: float) -> None:
         """The newest state of the first rank's progress bar, in place."""
@@ -120,8 +125,27 @@ class Console:
         text = b"".join(min(bars, default=(b"", b"")))
         text = fit_to_terminal(text, os.get_terminal_size(2).columns or 80) if text else text
         if text != self._drawn:
-            _write(2, _ERASE + text)
+            self._write(2, _ERASE + text)
             self._drawn, self._drawn_at = text, now
+
+    def _write(self, target: int, data: bytes) -> None:
+        """All of it, however slowly it is taken; the rest goes nowhere when nobody reads any more (as after `| head`)."""
+        view = memoryview(data)
+        while view:
+            # What is writable takes this much without blocking, so that no signal has to wait for a reader.
+            if not select.select([], [target], [], _WRITE_SECONDS)[1]:
+                if self.is_hurried():
+                    return
+                continue
+            try:
+                view = view[os.write(target, view[: select.PIPE_BUF]) :]
+            except BlockingIOError:  # not ours to make it blocking: others share it
+                time.sleep(0.001)
+            except BrokenPipeError:
+                nowhere = os.open(os.devnull, os.O_WRONLY)
+                os.dup2(nowhere, target)  # the run goes on, and the interpreter's last flush finds where to write
+                os.close(nowhere)
+                return
 
 
 def is_live_terminal(target: int) -> bool:
@@ -131,21 +155,6 @@ def is_live_terminal(target: int) -> bool:
 def open_log(path: Path) -> BinaryIO:
     path.parent.mkdir(parents=True, exist_ok=True)
     return open(path, "ab", buffering=0)
-
-
-def _write(target: int, data: bytes) -> None:
-    """All of it, however slowly the other side reads; nothing when nobody reads any more (as after `| head`)."""
-    view = memoryview(data)
-    try:
-        while view:
-            view = view[os.write(target, view) :]
-    except BlockingIOError:
-        os.set_blocking(target, True)
-        _write(target, bytes(view))
-    except BrokenPipeError:
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, target)  # the run goes on, and the interpreter's last flush finds something to write to
-        os.close(nowhere)
 
 
 def _is_same_file(one: int, other: int) -> bool:

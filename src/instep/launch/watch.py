@@ -68,9 +68,9 @@ class Watch:
         self.agent: AgentLink | None = None
         self.empty_store: Callable[[], None] | None = None  # where the store is ours: before each further attempt
         self.selector = selectors.DefaultSelector()
-        self.console = Console(self.selector)
-        self.starter = RankStarter(spec, zygote, self.console, hooks.probe_options, fresh)
         self.signals: list[int] = []
+        self.console = Console(self.selector, self.is_hurried)
+        self.starter = RankStarter(spec, zygote, self.console, hooks.probe_options, fresh)
         self.swept: list[str] | None = None
         self.ticked_at = 0.0
         self.group = GroupState([], restarts_left=spec.torch_options["max_restarts"])
@@ -149,6 +149,11 @@ class Watch:
         reason = "interrupted" if number == signal.SIGINT else "terminated"
         self.group.stop = Stop(reason, time.time(), signal=number)
         self.group.restarts_left = 0
+
+    def is_hurried(self) -> bool:
+        """Whether the user waits for the end, so that nothing may be waited for."""
+        stop = self.group.stop
+        return bool(self.signals) or (stop is not None and (stop.hurry or stop.reason == "interrupted"))
 
     def start_group(self, places: list[RankPlace], restart: int) -> None:
         self.group.ranks = [RankState(place, f"{restart}.{place.local_rank}") for place in places]
@@ -242,6 +247,8 @@ class Watch:
         before_wakeup = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
         names = [name.strip() for name in self.spec.torch_options["signals_to_handle"].split(",")]
         numbers = [getattr(signal, name) for name in names if hasattr(signal, name)]
+        if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN and signal.SIGHUP in numbers:
+            numbers.remove(signal.SIGHUP)  # under nohup a run outlives its terminal
         before = {number: signal.signal(number, lambda n, _: self.signals.append(n)) for number in numbers}
         try:
             yield

@@ -72,6 +72,28 @@ def test_ctrl_c_ends_blocked_ranks_and_their_children_within_three_seconds(launc
     assert seconds < 3.0 + os.getloadavg()[0] / (os.cpu_count() or 1) / 4  # the machine may be busy with other work
 
 
+def test_ctrl_c_works_while_nobody_takes_the_output(launch: Launcher) -> None:
+    text = "import os\nopen('ready' + os.environ['RANK'], 'w').close()\nwhile True:\n    print('x' * 1000)\n"
+    process = begin(launch, text, num_ranks=1)
+    time.sleep(1.0)  # the pipe to us is full by now
+    process.send_signal(signal.SIGINT)
+    process.wait(20)
+    ended = launch.finish(process)
+    assert ended.code == 130
+
+
+def test_nohup_keeps_a_run_alive(launch: Launcher) -> None:
+    text = "import os, time\nopen('ready' + os.environ['RANK'], 'w').close()\ntime.sleep(1)\nprint('done')\n"
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        process = begin(launch, text, num_ranks=1)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    process.send_signal(signal.SIGHUP)
+    ended = launch.finish(process)
+    assert (ended.code, ended.out) == (0, "done\n")
+
+
 def test_a_second_ctrl_c_ends_at_once(launch: Launcher) -> None:
     process = begin(launch, STUBBORN)
     process.send_signal(signal.SIGINT)
