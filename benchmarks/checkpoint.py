@@ -183,6 +183,7 @@ def main() -> None:
     if args.worker:
         work(args)
         return
+    before = os.getloadavg()[0]
     with tempfile.TemporaryDirectory(dir=args.dir) as folder:
         answer = Path(folder) / "answer.json"
         command = [sys.executable, __file__, "--worker", str(answer), "--dir", folder]
@@ -195,9 +196,8 @@ def main() -> None:
             raise
         import torch
 
-        print(
-            f"torch {torch.__version__}, {platform.machine()}, {os.cpu_count()} cores, {args.millions} M parameters\n"
-        )
+        print(f"torch {torch.__version__}, {platform.machine()}, {os.cpu_count()} cores, {args.millions} M parameters")
+        print(f"load of the machine before {before:.1f}, after {os.getloadavg()[0]:.1f}\n")
         report(json.loads(answer.read_text()))
 
 
