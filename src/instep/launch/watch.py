@@ -17,17 +17,19 @@ import signal
 import time
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from instep.launch import channel
 from instep.launch.agent_link import AgentLink
 from instep.launch.console import Console
 from instep.launch.decide import BeginStop, Decision, Finish, Restart, Send, TellAgent, Wait, decide
-from instep.launch.failure import describe_error
+from instep.launch.failure import describe_error, describe_failure
 from instep.launch.group_state import GroupState, RankState, Stop
 from instep.launch.rank_process import RankStarter
 from instep.launch.spawn import Zygote
 from instep.records.launch_spec import LaunchSpec, RankPlace
+from instep.records.run_dir import RunDir
 
 TICK_SECONDS = 0.2
 ANNOUNCE_SECONDS = 5.0  # after an exception whose process does not end, to show it before the run's end
@@ -156,6 +158,8 @@ class Watch:
         return bool(self.signals) or (stop is not None and (stop.hurry or stop.reason == "interrupted"))
 
     def start_group(self, places: list[RankPlace], restart: int) -> None:
+        # Why the attempt before has ended would be forgotten with its ranks.
+        self.console.print_raw(describe_failure(self.group, RunDir(Path(self.spec.run_dir))))
         self.group.ranks = [RankState(place, f"{restart}.{place.local_rank}") for place in places]
         self.group.restart = restart
         self.group.stop = None
@@ -169,8 +173,8 @@ class Watch:
         restart = self.group.restart + 1
         if self.empty_store is not None:
             self.empty_store()
-        self.console.say(f"restart {restart} of {self.spec.torch_options['max_restarts']}")
         self.start_group(self.place_ranks(restart), restart)
+        self.console.say(f"restart {restart} of {self.spec.torch_options['max_restarts']}")
 
     def hear_zygote(self) -> None:
         try:

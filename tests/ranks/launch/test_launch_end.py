@@ -215,10 +215,19 @@ def test_restarts_and_succeeds(watched: Watched) -> None:
     ended = watched.run(program, 2, "--max-restarts", "3")
     assert ended.code == 0
     assert sorted(ended.out.splitlines()) == [f"[{rank}] try {number}" for rank in (0, 1) for number in (0, 1, 2)]
-    assert [line for line in ended.err.splitlines() if "restart" in line] == [
+    assert [line for line in ended.err.splitlines() if line.startswith("instep: restart")] == [
         "instep: restart 1 of 3",
         "instep: restart 2 of 3",
     ]
+
+
+def test_why_an_attempt_failed_is_told_before_the_next(watched: Watched) -> None:
+    text = "import os\nif os.environ['TORCHELASTIC_RESTART_COUNT'] == '0':\n    raise ValueError('once')\n"
+    ended = watched.run(watched.script(text), 1, "--max-restarts", "1")
+    assert ended.code == 0
+    lines = ended.err.splitlines()
+    told = next(number for number, line in enumerate(lines) if line.endswith("ended with exit code 1"))
+    assert "ValueError: once" in lines[told:] and lines[-1] == "instep: restart 1 of 1"
 
 
 def test_a_restart_costs_less_than_a_second(watched: Watched) -> None:

@@ -61,9 +61,9 @@ def test_starts_and_ends_with_random_kills_leave_nothing(launch: Launcher) -> No
                 os.kill(victim, number_sent)
         ended = launch.finish(process, 120)
         ends[ended.code] = ends.get(ended.code, 0) + 1
+        print(f"round {number + 1}, exit codes and how often: {ends}", flush=True)
         assert launch.await_gone(15.0) == [], f"round {number}"
         assert not re.search(r'File ".*/instep/(launch|cli)/', ended.err), ended.err
-    print(f"{ROUNDS} rounds; exit codes and how often: {ends}")
     new = {name for name in list_files() - before if not Path(name).name.startswith("pym")}
     assert not {name for name in new if name_is_ours(name)}, new
 
