@@ -40,7 +40,12 @@ def compare(one: Position, two: Position) -> Fork | None:
     source = load(first.file)
     if source is None or first.line == second.line:
         return None
-    return _branch(source, one, two, first, second) or _left_loop(source, one, two, first, second)
+    return (
+        _branch(source, one, two, first, second)
+        or _left_loop(source, one, two, first, second)
+        or _inside_call(one, two, first)
+        or _inside_call(two, one, second)
+    )
 
 
 def _parting(one: tuple[Frame, ...], two: tuple[Frame, ...]) -> tuple[Frame, Frame] | None:
@@ -62,12 +67,24 @@ def _branch(source: Source, one: Position, two: Position, first: Frame, second: 
             if condition in others and _same_side(source, condition, line, other):
                 continue
             if source.depends_on_rank(test):
-                return Fork("rank-branch", inner.rank, outer.rank, source.site(line), source.site(condition))
+                where = source.site(line if _holds(condition, line) else condition)  # a guard is where to look itself
+                return Fork("rank-branch", inner.rank, outer.rank, where, source.site(condition))
     for inner, outer, line, other in ((one, two, first.line, second.line), (two, one, second.line, first.line)):
         if _in_common_loop(source, line, other):
             for condition, _ in conditions_of(source, line):
                 if not _holds(condition, other):
                     return Fork("branch", inner.rank, outer.rank, source.site(condition), source.site(condition))
+    return None
+
+
+def _inside_call(inner: Position, outer: Position, parting: Frame) -> Fork | None:
+    """One rank is still inside a call that the other has left: a condition on the rank further in sent it out."""
+    for frame in reversed(inner.frames[: inner.frames.index(parting)]):
+        source = load(frame.file)
+        found = rank_condition(source, frame.line) if source is not None else None
+        if source is not None and found is not None:
+            where = source.site(frame.line if _holds(found, frame.line) else found)
+            return Fork("rank-branch", inner.rank, outer.rank, where, source.site(found))
     return None
 
 

@@ -32,9 +32,9 @@ def check(run: RunView) -> Iterator[Finding]:
     operation = inside.operation
     yield Finding(
         id="hang/some-ranks-only",
-        title=f"rank {fork.inside} waits in {operation} at {short(fork.where)}, where only some ranks come by",
-        cause=f"The condition at {short(fork.condition)} depends on the rank, so the collective behind {short(fork.where)} "
-        f"is not entered by rank {fork.outside}, and the ranks wait for each other.",
+        title=f"rank {fork.inside} waits in {operation} at {short(inside.site)}, where only some ranks come by",
+        cause=f"The condition at {short(fork.condition)} depends on the rank: it leads rank {fork.inside} to {operation}, which "
+        f"rank {fork.outside} does not enter, and the ranks wait for each other.",
         fix=_what_to_do(hang, operation, short(fork.where)),
         evidence=cite_positions(run, hang.waiting + hang.outside),
         certainty="certain" if hang.proven else "likely",

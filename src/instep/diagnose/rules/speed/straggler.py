@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from instep.diagnose.model_facts import wraps
 from instep.diagnose.run_view import RankView, RunView, short, source_line
 from instep.diagnose.time_shares import measure_shares
 from instep.records.finding import CallSite, Finding
@@ -29,8 +30,8 @@ MIN_SECONDS = 0.008  # per step: less is the noise of a busy machine
 
 def check(run: RunView) -> Iterator[Finding]:
     found = {view.rank: shares for view in run.ranks if (shares := measure_shares(view)) is not None}
-    if len(found) < len(run.ranks) or len(found) < 2:
-        return
+    if len(found) < len(run.ranks) or len(found) < 2 or not all(wraps(view) for view in run.ranks):
+        return  # only of wrapped models it is known what of a step is waiting for the others
     own = {rank: shares.usual_own_seconds for rank, shares in found.items()}
     slow = max(own, key=lambda rank: own[rank])
     others = sorted(seconds for rank, seconds in own.items() if rank != slow)
