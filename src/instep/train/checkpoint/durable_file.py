@@ -26,7 +26,8 @@ def write_durably(path: Path, contents: memoryview | bytes) -> FileEntry:
     """Writes a new file and waits until it is on disk. Raises OSError.
 
     Large aligned contents go past the page cache where the file system can: new cache pages cost more than the disk
-    (seen: 600 MB in 1.3 s instead of 5), and a checkpoint would push out what training reads.
+    (seen: 600 MB in 1.3 s instead of 5), and a checkpoint would push out what training reads. Data workers may be
+    forked meanwhile: what open(2) warns of concerns memory that changes, and this is only read.
     """
     view, crc = memoryview(contents).cast("B"), 0
     descriptor = _open_new(path, _may_go_direct(view))
