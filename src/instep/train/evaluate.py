@@ -34,6 +34,7 @@ def _batches(run: Run, loader: Loader) -> Iterator[Any]:
     torch.set_grad_enabled(False)
     run._evaluating = True
     number = 0
+    sharded = [trained.reducer for trained in run._trained if isinstance(trained.reducer, ShardReducer)]
     try:
         while (own := epoch.has_next()) or run._is_sharded:
             batches = epoch.next_step() if own else ()
@@ -41,11 +42,17 @@ def _batches(run: Run, loader: Loader) -> Iterator[Any]:
             if run._is_sharded and not turns:
                 break
             for batch in batches:
+                for reducer in sharded:
+                    reducer.begin_evaluation()
                 seeds.set_generators(seeds.FORWARD, run._seed, _STREAM + number, batch.slot)
                 yield batch.data
             number += 1
-            _take_turns(run, turns - len(batches))
+            for reducer in sharded:
+                for _ in range(turns - len(batches)):
+                    reducer.replay_forward()
     finally:
+        for reducer in sharded:
+            reducer.end_evaluation()
         run._evaluating = False
         torch.set_grad_enabled(gradients)
         for module, training in modes:
@@ -57,10 +64,3 @@ def _batches(run: Run, loader: Loader) -> Iterator[Any]:
 def _agree_on_turns(run: Run, own: int) -> int:
     """Sharded models gather parameters in forward, so ranks with fewer batches run along: how many turns there are."""
     return max(run._entered().gather_objects(own, "a step of run.evaluate")) if run._is_sharded else own
-
-
-def _take_turns(run: Run, count: int) -> None:
-    for trained in run._trained:
-        if isinstance(trained.reducer, ShardReducer):
-            for _ in range(count):
-                trained.reducer.replay_forward()

@@ -146,6 +146,13 @@ class ShardReducer:
         self.lanes.clear()
         self._planned, self._taken, self._in_turn = 0, 0, False
 
+    def begin_evaluation(self) -> None:
+        """Before each batch of an evaluation."""
+        self._turns.begin_evaluation()
+
+    def end_evaluation(self) -> None:
+        self._turns.end_evaluation()
+
     def replay_forward(self) -> None:
         """A turn of an evaluation in which this rank has no batch left."""
         self._turns.replay_forward()

@@ -26,6 +26,7 @@ class Turns:
         self._calls: list[tuple[Any, Any]] = []  # of this turn
         self._outputs: list[Tensor] = []  # of this turn, those with a graph
         self._last: list[tuple[Any, Any]] = []  # calls of the newest turn that had any
+        self._evaluated: list[tuple[Any, Any]] | None = None  # calls of the newest batch, while an evaluation runs
         self._in_turn = False
         self._trains = True  # whether the newest turn of this rank built a graph
         self._replaying = False
@@ -51,15 +52,24 @@ class Turns:
             self._send_zeros()
         self._outputs, self._in_turn = [], False
 
+    def begin_evaluation(self) -> None:
+        """A batch of an evaluation begins."""
+        self._evaluated = []
+
+    def end_evaluation(self) -> None:
+        self._evaluated = None
+
     def replay_forward(self) -> None:
-        """A turn of an evaluation."""
-        self._replay(trains=False)
+        """A turn of an evaluation, for which this rank has no batch: that of its newest one, or of its training."""
+        self._replay(trains=False, calls=self._evaluated)
 
     def _note(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if self._replaying:
             return
-        self._calls.append(tree_map(_detached, (args, kwargs)))
-        if self._in_turn:
+        if self._evaluated is not None:
+            self._evaluated.append(tree_map(_detached, (args, kwargs)))
+        elif self._in_turn:
+            self._calls.append(tree_map(_detached, (args, kwargs)))
             self._trains = torch.is_grad_enabled()
 
     def _watch(self, module: nn.Module, args: Any, output: Any) -> None:
@@ -74,8 +84,8 @@ class Turns:
         if not self.receiving and not self._replaying:
             self.stray = self.stray or user_call_site()
 
-    def _replay(self, trains: bool) -> None:
-        calls = self._calls or self._last
+    def _replay(self, trains: bool, calls: list[tuple[Any, Any]] | None = None) -> None:
+        calls = calls or self._calls or self._last
         if not calls:
             raise UsageError(
                 "a rank had no micro-batch yet, so it has no input to take part with in a sharded split. Give every rank at "
