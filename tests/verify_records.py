@@ -19,7 +19,7 @@ FACTS: dict[str, Any] = {
     "metrics": [], "tokens": [], "optimizer": 0, "optimizer_kind": "SGD", "uses_run": False, "line": "train.py:10",
     "names": ["w"], "model_names": ["w"], "shapes": [[2, 2]], "dtypes": ["float32"], "rates": [0.1], "scale": 1.0,
     "changed": [], "gradient_bits": {"w": "a"}, "joined": True, "sharded": 0, "mesh_axes": 0, "tensor_parallel": False, "wrapped": True,
-    "wrap_line": "train.py:5", "broadcast_buffers": True, "replaced": 0, "hook": False, "parameter_bits": {"w": "b"},
+    "wrap_line": "train.py:5", "broadcast_buffers": True, "replaced": 0, "hook": None, "parameter_bits": {"w": "b"},
     "statistics": [], "sample_source": "loader", "samples": ["s0", "s1"],
 }  # fmt: skip
 

@@ -73,6 +73,7 @@ HEALTHY = {
     "healthy_exact": {"exact": True},
     "healthy_fsdp1": {},
     "healthy_gan": {},
+    "healthy_parameter_average": {},
     "healthy_run": {"sizes": (1, 2, 4)},
     "healthy_scaler": {},
     "healthy_sharded": {},

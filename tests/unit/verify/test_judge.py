@@ -78,11 +78,35 @@ def test_gradients_that_are_summed(tmp_path: Path) -> None:
     assert [p.cause.id for p in verdict.partings] == ["gradients-summed"]
 
 
-def test_a_hook_may_compress_gradients(tmp_path: Path) -> None:
+def test_a_hook_that_compresses_widens_the_tolerance(tmp_path: Path) -> None:
     near = [gradient(1.001, 2, 3, 4, local=local) for local in ((2, 2, 2, 2), (0, 2, 4, 6))]
-    verdict = verdict_on(tmp_path, two(*near, hook=True))
-    assert "averaged-twice" not in {p.cause.id for p in verdict.partings}
-    assert all(p.between == "runs" for p in verdict.partings)
+    assert verdict_on(tmp_path / "a", two(*near)).kind == "parted"
+    verdict = verdict_on(tmp_path / "b", two(*near, hook="fp16_compress_hook"))
+    assert (verdict.kind, verdict.notes) == ("in step", [])
+
+
+def test_a_hook_of_another_kind_is_named_and_not_judged(tmp_path: Path) -> None:
+    rough = [gradient(1.3, 2, 3, 4, local=local) for local in ((2, 2, 2, 2), (0, 2, 4, 6))]
+    verdict = verdict_on(tmp_path, two(*rough, hook="powerSGD_hook"))
+    assert verdict.kind == "in step"
+    assert "the communication hook powerSGD_hook changes gradients" in verdict.notes[0]
+
+
+def test_parameters_averaged_after_each_step(tmp_path: Path) -> None:
+    """With plain SGD that is the same as averaging gradients."""
+    locals_ = ([2.0, 2, 2, 2], [0.0, 2, 4, 6])
+    means = [10 - 0.1, 20 - 0.2, 30 - 0.3, 40 - 0.4]
+    ranks = []
+    for local, sample in zip(locals_, HALVES):
+        after = [start - 0.1 * g for start, g in zip((10, 20, 30, 40), local)]
+        first = step({**gradient(*local), "param/w": after}, samples=sample, wrapped=False)
+        again = [start - 0.1 * g for start, g in zip(means, local)]
+        second = step(
+            {**gradient(*local), "start/w": means, "param/w": again}, samples=sample, wrapped=False, changed=["w"]
+        )
+        ranks.append([first, second])
+    whole = [step(), step({"start/w": means, "param/w": [m - 0.1 * g for m, g in zip(means, (1, 2, 3, 4))]})]
+    assert verdict_on(tmp_path, ranks, whole).kind == "in step"
 
 
 def test_other_parameter_order(tmp_path: Path) -> None:

@@ -6,11 +6,11 @@ from dataclasses import dataclass, field
 
 from instep.verify.across.causes import Pair, why_initial_weights, why_numbers, why_rates, why_samples
 from instep.verify.across.metrics import judge_metrics
-from instep.verify.across.quantities import Noise, StepRow, choose_tolerance, compare_step
+from instep.verify.across.quantities import HOOKS, Noise, StepRow, choose_tolerance, compare_step
 from instep.verify.parting import Cause, Parting, processes
 from instep.verify.records import Record
 from instep.verify.tolerance import Tolerance
-from instep.verify.within.weights import order_cause
+from instep.verify.within.weights import averages_parameters, order_cause
 
 NOT_EXACT = Cause(
     "not-exact",
@@ -18,6 +18,7 @@ NOT_EXACT = Cause(
     "order.",
     "Train through instep.Run(exact=True); every other way to add over ranks has an order of its own.",
 )
+BATCH_NORM = "batch norm takes its statistics over the samples of one rank, which are fewer on more processes"
 JUDGED = ("loss", "gradients", "gradient norm", "parameters", "buffers")
 
 
@@ -35,10 +36,10 @@ class Comparison:
 
 
 def compare_runs(reference: Record, other: Record, exact: bool) -> Comparison:
-    result = Comparison(other.world_size, choose_tolerance(reference))
-    noise = Noise()
+    result = Comparison(other.world_size, choose_tolerance(reference, other))
+    noise, averaged = Noise(), averages_parameters(other)
     for number in range(1, min(reference.num_steps, other.num_steps) + 1):
-        row = compare_step(reference, other, number, result.tolerance, noise)
+        row = compare_step(reference, other, number, result.tolerance, noise, averaged)
         result.rows.append(row)
         if not result.partings and not result.open_questions:
             _judge_step(result, Pair(reference, other, number), row, exact)
@@ -47,7 +48,7 @@ def compare_runs(reference: Record, other: Record, exact: bool) -> Comparison:
         metric = judge_metrics(reference, other, min(until, len(result.rows)))
         result.partings += [metric] if metric is not None else []
     if result.by_rights:
-        result.by_rights = [_describe_rights(result)]
+        result.by_rights = [_describe_rights(result, result.by_rights[0])]
     return result
 
 
@@ -67,8 +68,9 @@ def _judge_step(result: Comparison, pair: Pair, row: StepRow, exact: bool) -> No
         cause = why_rates(pair, row)
         result.partings.append(Parting(row.step, "learning rate", "runs", pair.other.world_size, cause))
         return
-    if _has_local_batch_norm(pair):
-        result.by_rights.append("batch norm")
+    rights = _what_differs_by_rights(pair)
+    if rights:
+        result.by_rights.append(rights)
         return
     for quantity in JUDGED:
         if quantity in row.differences and row.differences[quantity].is_beyond:
@@ -142,6 +144,14 @@ def _has_local_batch_norm(pair: Pair) -> bool:
     return not pair.other.uses_run and any(u.facts["batch_norm"] for u in pair.other.step(pair.number))
 
 
+def _what_differs_by_rights(pair: Pair) -> str:
+    """Why loss and gradients cannot agree although nothing is wrong; empty when they should."""
+    if _has_local_batch_norm(pair):
+        return BATCH_NORM
+    hook = pair.other.step(pair.number)[0].facts.get("hook")
+    return f"the communication hook {hook} changes gradients on their way" if hook and hook not in HOOKS else ""
+
+
 def _why_after(pair: Pair) -> Cause:
     kind = pair.other.step(pair.number)[0].facts["optimizer_kind"]
     return Cause(
@@ -175,13 +185,15 @@ def _losses(record: Record, number: int) -> tuple[float, ...]:
     return tuple(sorted(one["loss"] or 0.0 for update in record.step(number) for one in update.facts["backwards"]))
 
 
-def _describe_rights(result: Comparison) -> str:
+def _describe_rights(result: Comparison, why: str) -> str:
     largest = {key: max((row.differences[key].relative for row in result.rows if key in row.differences), default=0.0)
                for key in ("loss", "gradients", "parameters", "buffers")}  # fmt: skip
     listed = ", ".join(f"{key} {value:.1e}" for key, value in largest.items())
+    cure = (
+        " Synchronised batch norm, or instep.Run, which takes statistics over micro-batches, would make them equal."
+        if why == BATCH_NORM else ""
+    )  # fmt: skip
     return (
-        "batch norm takes its statistics over the samples of one rank, which are fewer on more processes, so these "
-        f"numbers rightly differ and are not judged ({listed}); ranks are compared with each other, samples, initial "
-        "weights and learning rates with the reference. Synchronised batch norm, or instep.Run, which takes them over "
-        "micro-batches, would make them equal."
+        f"{why}, so these numbers rightly differ and are not judged ({listed}); ranks are compared with each other, "
+        f"samples, initial weights and learning rates with the reference.{cure}"
     )

@@ -10,7 +10,7 @@ import numpy
 
 from instep.verify.records import Record, Update
 from instep.verify.tolerance import Tolerance
-from instep.verify.vectors import Vectors, farthest, norm, scales
+from instep.verify.vectors import Vectors, farthest, mean, norm, scales
 from instep.verify.within.weights import sizes_of
 
 
@@ -45,15 +45,19 @@ class StepRow:
         return self.samples[0] == self.samples[1] == self.samples[2]
 
 
-def choose_tolerance(reference: Record) -> Tolerance:
-    updates = reference.step(1)
-    facts = [update.facts for update in updates]
+# What these communication hooks of torch round gradients to.
+HOOKS = {"fp16_compress_hook": "float16", "bf16_compress_hook": "bfloat16"}
+
+
+def choose_tolerance(reference: Record, other: Record) -> Tolerance:
+    facts = [update.facts for update in reference.step(1)]
     rows = sum(len(one["samples"]) for one in facts)
     positions = max(one["outputs"] for one in facts)
     fan_in = max((math.prod(shape[1:]) for one in facts for shape in one["shapes"] if len(shape) > 1), default=1)
     dtypes = [dtype for one in facts for dtype in one["dtypes"]]
     coarsest = next((name for name in ("bfloat16", "float16", "float32") if name in dtypes), "float64")
-    low = next((one["low_precision"] for one in facts if one["low_precision"]), None)
+    hook = HOOKS.get(other.step(1)[0].facts.get("hook") or "")
+    low = next((one["low_precision"] for one in facts if one["low_precision"]), hook)
     return Tolerance(coarsest, max(1, rows) * max(1, positions) + fan_in, low)
 
 
@@ -81,8 +85,11 @@ class Noise:
         return norm(gaps)
 
 
-def compare_step(reference: Record, other: Record, number: int, tolerance: Tolerance, noise: Noise) -> StepRow:
-    """Everything that the two runs have of one step; `noise` collects over the steps, so take them in order."""
+def compare_step(
+    reference: Record, other: Record, number: int, tolerance: Tolerance, noise: Noise, averaged: bool = False
+) -> StepRow:
+    """Everything that the two runs have of one step; `noise` collects over the steps, so take them in order.
+    averaged: the other run averages parameters after each step, not gradients before it."""
     one, two = reference.step(number)[0], other.step(number)[0]
     samples = (reference.samples(number), other.samples(number))
     both = samples[0] & samples[1]
@@ -93,7 +100,12 @@ def compare_step(reference: Record, other: Record, number: int, tolerance: Toler
         losses,
         (one.facts["rates"], two.facts["rates"]),
     )
-    gradients = one.unscaled("reduced"), two.unscaled("reduced")
+    theirs = [update.unscaled("reduced") for update in other.step(number)]
+    parameters = two.vectors["param"]
+    if averaged:
+        theirs = [mean(theirs)]
+        parameters = mean([update.vectors["param"] for update in other.step(number)])
+    gradients = one.unscaled("reduced"), theirs[0]
     sizes = _sizes_with_terms(reference.step(number), gradients[0])
     noise.look(gradients[0], tolerance.gradient(number))
     found = row.differences
@@ -103,14 +115,14 @@ def compare_step(reference: Record, other: Record, number: int, tolerance: Toler
     if losses[0] is not None and losses[1] is not None:
         found["loss"] = _compare_losses(losses[0], losses[1], reference, number, tolerance.loss(number))
     gap = max(
-        (farthest(gradients[0], update.unscaled("reduced"), sizes) for update in other.step(number)),
+        (farthest(gradients[0], each, sizes) for each in theirs),
         key=lambda gap: gap.relative,
     )
     found["gradients"] = Difference(gap.relative, tolerance.gradient(number), gap.name)
     norms = [norm([norm(v) for v in each.values()]) for each in gradients]
     if norms[0]:
         found["gradient norm"] = Difference(abs(norms[1] - norms[0]) / norms[0], tolerance.gradient(number))
-    found["parameters"] = _compare_parameters(reference, (one, two), number, tolerance, noise)
+    found["parameters"] = _compare_parameters(reference, one, parameters, number, tolerance, noise)
     found["buffers"] = _compare_buffers(one, two, tolerance.gradient(number), noise)
     return row
 
@@ -135,12 +147,12 @@ def _compare_losses(one: float, two: float, reference: Record, number: int, tole
 
 
 def _compare_parameters(
-    reference: Record, pair: tuple[Update, Update], number: int, tolerance: Tolerance, noise: Noise
+    reference: Record, update: Update, others: Vectors, number: int, tolerance: Tolerance, noise: Noise
 ) -> Difference:
     worst = Difference(0.0, tolerance.parameter(number, 1.0, 0.0))
-    start = _first_start(reference, pair[0])
-    for name, vector in pair[0].vectors["param"].items():
-        other = pair[1].vectors["param"].get(name)
+    start = _first_start(reference, update)
+    for name, vector in update.vectors["param"].items():
+        other = others.get(name)
         if other is None or other.shape != vector.shape:
             continue
         size = norm(vector)

@@ -14,7 +14,7 @@ from instep.verify.record.forwards import WRAPPED
 from instep.verify.record.gradients import Scaling, capture_reduced, wrapper_of
 from instep.verify.record.patch import replace
 from instep.verify.record.pieces import gather_whole, is_piece
-from instep.verify.record.prints import print_tensor
+from instep.verify.record.prints import digest, print_tensor
 from instep.verify.record.state import Recording, digests_of, named, plain_name, prints_of, unwrap, users_line
 
 
@@ -25,7 +25,7 @@ class Steps:
         self.open: int | None = None
         self.facts: dict[str, Any] = {}
         self.arrays: dict[str, Any] = {}
-        self.versions: dict[int, int] = {}  # of parameters after their last step, to notice a change by others
+        self.bits: dict[int, str] = {}  # of parameters after their last step, to notice a change by others
         self.in_scheduler = False
 
 
@@ -83,7 +83,7 @@ def _before(recording: Recording, steps: Steps, scaling: Scaling, optimizer: tor
     whole = {name: p for name, p in parameters.items() if not is_piece(p)}
     gradients = {name: p.grad for name, p in whole.items() if p.grad is not None}
     factor = 1.0 / float(getattr(optimizer, "grad_scale", None) or 1.0)  # a fused optimizer unscales while it reads
-    changed = [n for n, p in parameters.items() if steps.versions.get(id(p), p._version) != p._version]
+    changed = [n for n, p in parameters.items() if id(p) in steps.bits and steps.bits[id(p)] != digest(p)]
     arrays = {f"applied/{name}": print_tensor(gradient) * factor for name, gradient in gradients.items()}
     for name, parameter in parameters.items():
         if name not in whole:
@@ -97,7 +97,7 @@ def _before(recording: Recording, steps: Steps, scaling: Scaling, optimizer: tor
         arrays |= {f"reduced/{n}": reduced.get(id(p), arrays.get(f"applied/{n}")) for n, p in parameters.items()
                    if f"applied/{n}" in arrays}  # fmt: skip
         arrays |= {f"local/{n}": local[id(p)] for n, p in parameters.items() if id(p) in local}
-    if is_first or (changed and not _is_sharded(parameters)):  # a sharded one is gathered, which all ranks have to do
+    if is_first or changed:
         arrays |= prints_of("start", parameters)
     steps.arrays = arrays
     steps.facts = {
@@ -140,9 +140,15 @@ def _describe_wrapping(recording: Recording, parameters: dict[str, torch.nn.Para
             "wrap_line": line,
             "broadcast_buffers": bool(model.will_sync_module_buffers()),
             "replaced": len({id(p) for p in model.module.parameters() if p.requires_grad} - then),
-            "hook": bool(getattr(model, "_comm_hooks", ())),  # gradients may be compressed, so only nearly the mean
+            "hook": _name_hook(model),
         }
     return facts
+
+
+def _name_hook(model: Any) -> str | None:
+    """The communication hook, which may compress gradients or keep them local; private, so unknown where it is not."""
+    hooks = getattr(model, "_comm_hooks", None)
+    return getattr(hooks[0][0], "__name__", "a communication hook") if hooks else None
 
 
 def _is_fsdp(model: torch.nn.Module) -> bool:
@@ -154,14 +160,15 @@ def _is_fsdp(model: torch.nn.Module) -> bool:
 
 def _after(recording: Recording, steps: Steps, optimizer: torch.optim.Optimizer) -> None:
     parameters = named(recording, optimizer)
-    steps.versions |= {id(p): p._version for p in parameters.values()}
     buffers = {}
     for number, model in enumerate(recording.models):
         prefix = f"model{number}." if len(recording.models) > 1 else ""
         buffers |= {prefix + name: buffer for name, buffer in unwrap(model).named_buffers()}
     arrays = steps.arrays | prints_of("param", parameters) | prints_of("buffer", buffers)
-    whole = {name: p for name, p in parameters.items() if not is_piece(p)}
-    facts = {"parameter_bits": digests_of(dict(whole)), "statistics": _statistics_of(recording)}
+    bits = digests_of({name: p for name, p in parameters.items() if not is_piece(p)})
+    if not _is_sharded(parameters):  # a sharded one would have to be gathered, by all ranks
+        steps.bits |= {id(p): bits[name] for name, p in parameters.items()}
+    facts = {"parameter_bits": bits, "statistics": _statistics_of(recording)}
     recording.finish_update(steps.facts | facts, arrays)
     for parameter in parameters.values():
         recording.local.pop(id(parameter), None)

@@ -15,8 +15,10 @@ CLOSE = 1e-3  # relative rest of a fit: above any rounding in fp32, below any mi
 def different_gradients(record: Record) -> Iterator[Parting]:
     for number in range(1, record.num_steps + 1):
         updates = record.step(number)
-        if is_split(updates):
-            return
+        facts = updates[0].facts
+        goes_through = facts["wrapped_forwards"] and facts["backwards"] and facts["backwards"][-1]["synced"]
+        if is_split(updates) or (facts.get("hook") and goes_through):
+            return  # a hook may keep gradients local, as that of local SGD does
         first = updates[0].vectors["reduced"]
         sizes = scales(first)
         for update, rank in zip(updates[1:], record.ranks[1:]):

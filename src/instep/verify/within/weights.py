@@ -25,6 +25,21 @@ def is_split(updates: Sequence[Update]) -> bool:
     )
 
 
+def averages_parameters(record: Record) -> bool:
+    """Whether the script averages parameters over ranks by itself, after steps with gradients of each rank's own."""
+    for number in range(2, record.num_steps + 1):
+        updates = record.step(number)
+        starts = [update.vectors["start"] for update in updates]
+        before = [previous_weights(record, place, number) for place in range(len(updates))]
+        if not all(starts) or not all(update.facts["changed"] for update in updates):
+            continue
+        equal_now = all(farthest(starts[0], one, sizes_of(starts[0])).relative <= SAME for one in starts[1:])
+        differed = any(farthest(before[0], one, sizes_of(before[0])).relative > SAME for one in before[1:])
+        if equal_now and differed:
+            return True
+    return False
+
+
 def parameter_order(record: Record) -> Iterator[Parting]:
     facts = record.ranks[0].updates[0].facts
     first = facts["model_names"]
