@@ -62,7 +62,17 @@ def _first_apart(views: list[RankView], wrapper: int) -> tuple[int, str, float] 
 
 
 def _by_step(view: RankView, wrapper: int) -> dict[int, list[float | None]]:
-    return {event.step: event["values"] for event in view.named("fingerprint") if event["wrapper"] == wrapper}
+    changes = [event for event in (*view.named("load"), *view.named("module-changed")) if event["wrapper"] == wrapper]
+    return {
+        event.step: event["values"]
+        for event in view.named("fingerprint")
+        if event["wrapper"] == wrapper and not any(_just_before(change, event) for change in changes)
+    }
+
+
+def _just_before(change: Event, event: Event) -> bool:
+    """Whether no step lies between: what is loaded after training, to be looked at or saved, is nobody's fault."""
+    return change.step == event.step and change.time < event.time
 
 
 def _largest(views: list[RankView], wrapper: int, rows: list[list[float | None]]) -> tuple[str, float] | None:

@@ -26,6 +26,7 @@ from instep.records.run_dir import RunDir, write_json
 
 STACK_SIGNAL = signal.SIGRTMIN + 9 if hasattr(signal, "SIGRTMIN") else None  # as in launch/probe
 MOVED_BYTES = 256 << 10  # read or written by a rank: less is a log line, not work
+BUSY_SHARE = 0.3  # of a core, used since the last progress, above which a rank computes rather than waits
 STALE_SECONDS = 2.0  # since the last beat of a rank's watching thread, which beats five times a second
 ANSWER_SECONDS = 1.0  # a rank that has not sent its snapshot by then is stopped, or holds the interpreter's lock
 
@@ -101,6 +102,7 @@ class _Watched:
     looked_at: float = 0.0
     cpu_seconds: float = 0.0
     signalled: int = 0
+    busy: bool = False
     children: list[int] = field(default_factory=list[int])
 
 
@@ -156,10 +158,14 @@ class StallWatch:
             return Sight(rank, False, watched.progressed_at)
         progress = progress_of(page)
         if progress != watched.progress or page.compiling:
+            watched.busy = False
             watched.progress, watched.progressed_at = progress, now
         elif now - watched.looked_at >= 1.0 and now - watched.progressed_at >= 0.4:
             self._look_at_traffic(watched, now)
-        return Sight(rank, True, watched.progressed_at, waits_in(page, now))
+        waits = waits_in(page, now)
+        if waits is not None and page.last_mark_kind != "enter-collective" and watched.busy:
+            waits = None  # it computes while a collective that it has started goes on
+        return Sight(rank, True, watched.progressed_at, waits)
 
     def _open(self, rank: int, pid: int, now: float) -> _Watched | None:
         try:
@@ -181,8 +187,11 @@ class StallWatch:
             if watched.moved_bytes:
                 watched.progressed_at = now
             watched.moved_bytes = moved
-        if now - watched.progressed_at < 1.5:
-            watched.cpu_seconds = read_cpu_seconds(watched.pid)
+        used, since = read_cpu_seconds(watched.pid), now - watched.progressed_at
+        if since < 1.5:
+            watched.cpu_seconds, watched.busy = used, False
+        else:
+            watched.busy = used - watched.cpu_seconds > BUSY_SHARE * since
 
     def _ask(self, now: float) -> None:
         """Asks every rank for a snapshot, and every worker process for its stack."""

@@ -230,6 +230,11 @@ class Page:
                 return own[-1]
         return None
 
+    @property
+    def last_mark_kind(self) -> str:
+        mark = self.last_mark()
+        return mark.kind if mark is not None else ""
+
     def step_mark(self, step: int) -> StepMark | None:
         """The mark of a step, or None when it has been overwritten or is still to come. Steps count from 1."""
         if not max(0, self.num_steps - NUM_STEP_SLOTS) < step <= self.num_steps:

@@ -17,6 +17,7 @@ from instep.launch.probe.sites import is_users_file
 from instep.records import recording as layout
 
 _MOST_TEXT = 4000
+_LIBRARIES = ("instep.train.run", "accelerate", "lightning", "transformers", "deepspeed", "horovod")
 _FINISH_SECONDS = 0.02
 
 
@@ -92,4 +93,5 @@ def _at_exit(recorder: Recorder) -> None:
     if recorder.sequence():
         let_backend_finish()
     recorder.mark(layout.KIND_NUMBER["ended"])
+    recorder.log.note("libraries", names=[name for name in _LIBRARIES if name in sys.modules])
     recorder.log.note("ended", lost=recorder.log.lost, step=recorder.num_steps)

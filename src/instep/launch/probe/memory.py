@@ -23,7 +23,7 @@ _CO_OPTIMIZED = 1
 
 _looked = [0.0]
 _baseline = [0]
-_seen: dict[tuple[str, str, str], list[tuple[int, int]]] = {}
+_seen: dict[tuple[str, str, str], list[tuple[int, int, int]]] = {}  # step, results kept, bytes used
 _noted: set[tuple[str, str, str]] = set()
 
 
@@ -44,7 +44,7 @@ def look_for_kept_graphs(recorder: Recorder) -> None:
     if now - _baseline[0] < _GROWTH_BYTES:
         return
     for key, count, line in _kept_in_frames(sys._getframe(1)):
-        _follow(recorder, key, count, line, step, now - _baseline[0])
+        _follow(recorder, key, count, line, now)
 
 
 def read_used_bytes() -> int:
@@ -55,16 +55,23 @@ def read_used_bytes() -> int:
         return int(file.read().split()[1]) * _PAGE_BYTES
 
 
-def _follow(recorder: Recorder, key: tuple[str, str, str], count: int, line: int, step: int, growth: int) -> None:
-    """A variable that holds more graphs each time we look, over several optimizer steps, is what grows."""
+def _follow(recorder: Recorder, key: tuple[str, str, str], count: int, line: int, used: int) -> None:
+    """A variable that holds more graphs each time we look, while memory grows with it, is what holds the memory."""
     history = _seen.setdefault(key, [])
     if not history or count > history[-1][1]:
-        history.append((step, count))
-    if len(history) >= 3 and key not in _noted:
+        history.append((recorder.num_steps, count, used))
+    growth = history[-1][2] - history[0][2]
+    if len(history) >= 3 and growth >= _GROWTH_BYTES // 2 and key not in _noted:
         _noted.add(key)
         file, function, name = key
         recorder.log.note(
-            "kept-graphs", file=file, function=function, name=name, line=line, history=history, growth=growth
+            "kept-graphs",
+            file=file,
+            function=function,
+            name=name,
+            line=line,
+            history=[row[:2] for row in history],
+            growth=growth,
         )
 
 

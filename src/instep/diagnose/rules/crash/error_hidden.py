@@ -28,11 +28,7 @@ def check(run: RunView) -> Iterator[Finding]:
         return
     view, error = hidden[0]
     frames = error["frames"]
-    where = (
-        CallSite(frames[0]["file"], frames[0]["line"], source_line(frames[0]["file"], frames[0]["line"]))
-        if frames
-        else None
-    )
+    where = CallSite(frames[0]["file"], frames[0]["line"], source_line(frames[0]["file"], frames[0]["line"]))
     first = (error["message"].strip().splitlines() or [""])[0][:200]
     ranks = tuple(one.rank for one, other in hidden if other["type"] == error["type"])
     yield Finding(
@@ -54,10 +50,10 @@ def hidden_error(view: RankView) -> dict[str, Any] | None:
         return None
     end = view.last("end")
     for error in end["errors"] if end is not None else ():
-        if not ECHO.search(error["message"]):
+        if error["frames"] and not ECHO.search(error["message"]):  # without a line of the script it never ran
             return error
     raised = view.last("raised")
-    if raised is None or ECHO.search(raised["message"]) or end is not None:
+    if raised is None or not raised["frames"] or ECHO.search(raised["message"]) or end is not None:
         return None
     later = [mark for mark in view.marks if mark.when > raised.time + 1e-3 and mark.kind != "ended"]
     return raised.facts if not later else None

@@ -21,7 +21,7 @@ from instep.diagnose.model_facts import same_group, wraps
 from instep.diagnose.run_view import RankView, RunView, short
 from instep.records.finding import Evidence, Finding
 
-MIN_DISTANCE = 0.1  # of means, in standard deviations: differences of chance between halves of a data set are smaller
+MIN_DISTANCE = 0.25  # of means, in standard deviations: differences of chance between halves of a data set are smaller
 
 
 def check(run: RunView) -> Iterator[Finding]:

@@ -15,6 +15,7 @@ Small differences are common and not reported; a script may weigh on purpose.
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Iterator
 
 from instep.diagnose.model_facts import wraps
@@ -22,7 +23,7 @@ from instep.diagnose.run_view import RunView, short
 from instep.records.finding import Finding
 
 MIN_CALLS = 6
-MIN_SPREAD = 0.3  # mean over steps of (largest - smallest) / mean of the counts
+MIN_SPREAD = 0.25  # mean over steps of the counts' deviation over their mean; random lengths stay below
 
 
 def check(run: RunView) -> Iterator[Finding]:
@@ -33,7 +34,7 @@ def check(run: RunView) -> Iterator[Finding]:
     ]
     calls = sorted({call for table in counts for call in table})
     rows = [[table[call][0] for table in counts] for call in calls if all(call in table for table in counts)]
-    spreads = [(max(row) - min(row)) / (sum(row) / len(row)) for row in rows if sum(row)]
+    spreads = [statistics.pstdev(row) / statistics.mean(row) for row in rows if sum(row)]
     if len(spreads) < MIN_CALLS or sum(spreads) / len(spreads) < MIN_SPREAD:
         return
     view = run.ranks[0]
@@ -41,7 +42,7 @@ def check(run: RunView) -> Iterator[Finding]:
     spread = sum(spreads) / len(spreads)
     yield Finding(
         id="numbers/mean-of-means",
-        title=f"the loss is a mean over each rank's own targets, and their numbers differ by {spread:.0%} between ranks",
+        title=f"the loss is a mean over each rank's own targets, and their numbers deviate by {spread:.0%} between ranks",
         cause=f"The loss at {short(where)} leaves out ignored targets and divides by the rank's own count; averaging the gradients then weighs tokens of ranks with few targets more.",
         fix=(
             f"at {short(where)} sum the loss, divide by the all-reduced number of targets and multiply by the number of ranks",

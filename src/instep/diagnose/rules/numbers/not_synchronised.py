@@ -25,6 +25,7 @@ from instep.diagnose.source import load
 from instep.records.finding import CallSite, Finding
 
 MIN_STEPS = 20
+AVERAGE_UNSEEN = {"instep.train.run", "deepspeed", "horovod"}  # by shared memory or collectives of their own
 
 
 def check(run: RunView) -> Iterator[Finding]:
@@ -50,6 +51,9 @@ def check(run: RunView) -> Iterator[Finding]:
 
 def _trains_alone(view: RankView, world_size: int) -> bool:
     page = view.page
+    libraries = view.last("libraries")
+    if libraries is not None and set(libraries["names"]) & AVERAGE_UNSEEN:
+        return False
     if page is None or page.num_steps < MIN_STEPS or view.named("wrap") or view.named("point-to-point"):
         return False
     shared = any(row.get("replicas") == world_size and row.get("shuffles") for row in loaders_by_key(view).values())

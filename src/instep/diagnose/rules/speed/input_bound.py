@@ -23,8 +23,8 @@ from instep.diagnose.time_shares import Shares, measure_shares
 from instep.records.event import Event
 from instep.records.finding import Finding
 
-MIN_SHARE = 0.35
-MIN_SECONDS = 1.0  # less is not worth a word
+MIN_SHARE = 0.5
+MIN_SECONDS = 1.5  # less is not worth a word
 
 
 def check(run: RunView) -> Iterator[Finding]:
