@@ -35,6 +35,7 @@ WITH_TORCH = (
     "plan/model_facts.py",
     "launch/agent.py",
     "launch/numa.py",  # loaded in ranks
+    "launch/profile_steps.py",  # loaded in ranks
     "launch/store_host.py",
     "launch/worker_entry.py",
     "launch/worker_group.py",

@@ -100,6 +100,11 @@ def _check_program(program: Program) -> None:
     if program.kind in ("script", "run_path") and not os.path.exists(program.target):
         near = f" (looked in {os.getcwd()})" if not os.path.isabs(program.target) else ""
         raise UsageError(f"there is no script {program.target!r}{near}. Check the path; for a module use -m.")
+    if program.kind == "script" and os.path.isdir(program.target) and not list(Path(program.target).glob("__main__*")):
+        raise UsageError(
+            f"{program.target!r} is a directory without a __main__.py, so there is nothing to run in it. "
+            "Name the script, or for a module use -m."
+        )
 
 
 def count_ranks(text: str, program: Program) -> int:

@@ -24,7 +24,7 @@ watching
   --on-stall report|stop      whether a stall ends the run (default report; a proven deadlock always does)
   --no-watch                  do not look into the ranks; crashes are still explained
   --no-fork                   start each rank as a fresh interpreter instead of forking from one that has imported torch
-  --profile FIRST:LAST        record these steps of every rank
+  --profile FIRST:LAST        record these steps of every rank with PyTorch's profiler, into rank<k>/trace.json
 
 machines that find each other
   --standalone                this machine alone, on a free port

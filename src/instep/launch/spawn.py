@@ -80,6 +80,7 @@ def rank_job(spec: LaunchSpec, place: RankPlace, rank_dir: str, probe_options: d
         "watch": spec.watch,
         "probe_options": probe_options,
         "prints_errors": bool(place.stderr or place.tee_stderr),
+        "profile": spec.profile,
         "numa_binding": spec.torch_options["numa_binding"],
     }
 

@@ -21,6 +21,7 @@ from typing import Any
 
 from instep.errors import InstepError
 from instep.launch.numa import bind_to_numa
+from instep.launch.profile_steps import record_steps
 from instep.launch.run_program import run_program
 from instep.records.launch_spec import Program
 from instep.records.run_dir import RankDir
@@ -41,6 +42,7 @@ class Job:
     probe_options: dict[str, Any]
     prints_errors: bool = False
     numa_binding: str | None = None
+    profile: list[int] | None = None
 
     @staticmethod
     def from_json(data: dict[str, Any]) -> Job:
@@ -59,6 +61,8 @@ def enter(job: Job) -> None:
         _record_crashes(Path(job.rank_dir))
     if job.watch:
         _install_probe(job)
+    if job.profile is not None:
+        record_steps(job.profile[0], job.profile[1], RankDir(Path(job.rank_dir)).trace)
     try:
         run_program(job.program)
     except SystemExit as error:

@@ -130,6 +130,11 @@ class RankDir:
         return self.root / "failure.json"
 
     @property
+    def trace(self) -> Path:
+        """The steps that `--profile` recorded, for Perfetto or chrome://tracing."""
+        return self.root / "trace.json"
+
+    @property
     def torch_error(self) -> Path:
         """The file that torch's `@record` writes (TORCHELASTIC_ERROR_FILE)."""
         return self.root / "error.json"
