@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -45,9 +46,11 @@ def run_block(steps: Iterator[object], count: int) -> list[float]:
     return [after - before for before, after in pairwise(times)]
 
 
-def measure(task: Task, rank: int, size: int, num_rounds: int, block_steps: int, directory: str | None) -> Measured:
+def measure(
+    task: Task, rank: int, size: int, num_rounds: int, block_steps: int, directory: str | None, choose: Any = available
+) -> Measured:
     """Every rank must call it. The order of the variants turns by one from round to round."""
-    variants, missing = available(directory)
+    variants, missing = choose(directory)
     running = {name: iter(start(task, rank, size)) for name, start in variants.items()}
     measured = Measured({name: [] for name in running}, {}, missing)
     for name, steps in running.items():  # warm up, and compare the numbers

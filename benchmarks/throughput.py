@@ -32,9 +32,11 @@ def work(args: argparse.Namespace) -> None:
     """What each rank does."""
     from rounds import join, measure
     from tasks import TASKS
+    from variants import available, of_exactness
 
     rank, size = join()
-    measured = measure(TASKS[args.tasks[0]](), rank, size, args.rounds, args.block_steps, args.dir)
+    choose = of_exactness if args.exact else available
+    measured = measure(TASKS[args.tasks[0]](), rank, size, args.rounds, args.block_steps, args.dir, choose)
     if rank == 0:
         args.worker.write_text(json.dumps(asdict(measured)))
 
@@ -58,8 +60,9 @@ def table(task: str, measured: dict, where: str) -> str:
     return "\n".join(lines + [f"{name:18} not installed, left out" for name in measured["missing"]])
 
 
-def main() -> None:
+def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="Speed of two processes.")
+    parser.add_argument("--exact", action="store_true", help="compare exact=True with the default and plain PyTorch")
     parser.add_argument("--tasks", nargs="+", default=["gpt", "mlp", "conv"], choices=["gpt", "mlp", "conv", "tiny"])
     parser.add_argument("--rate", help="limit of the link between the two processes, as tc writes it: 1gbit")
     parser.add_argument("--rounds", type=int, default=20)
@@ -67,7 +70,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="write a results page here as well")
     parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--dir", help=argparse.SUPPRESS)
-    args = parser.parse_args()
+    args = parser.parse_args(arguments)
     if args.worker:
         return work(args)
     if args.rate and (reason := why_no_hosts()):
@@ -78,12 +81,14 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as scratch:
             result = Path(scratch, "measured.json")
             options = ["--tasks", task, "--rounds", args.rounds, "--block-steps", args.block_steps]
+            options += ["--exact"] if args.exact else []
             command = [sys.executable, __file__, *map(str, [*options, "--worker", result, "--dir", f"{scratch}/run"])]
             run_ranks(command, 2, args.rate, f"{scratch}/log.txt", timeout_seconds=1800)
             tables.append(table(task, json.loads(result.read_text()), where))
             print(f"\n{tables[-1]}", flush=True)
     if args.out:
-        write_page(args.out, f"How fast two processes train, {where}", [NOTE, *tables], load)
+        question = "What exact=True costs" if args.exact else "How fast two processes train"
+        write_page(args.out, f"{question}, {where}", [NOTE, *tables], load)
 
 
 if __name__ == "__main__":

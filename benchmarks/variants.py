@@ -70,12 +70,12 @@ def hand_written(task: Task, rank: int, size: int, fused: bool = False, bucket_m
             yield loss.detach()
 
 
-def with_instep(task: Task, rank: int, size: int, directory: str | None = None) -> Losses:
+def with_instep(task: Task, rank: int, size: int, directory: str | None = None, exact: bool = False) -> Losses:
     """As everyone gets it: progress, metrics and the check for finite gradients are on."""
     import instep
 
     with instep.Run(
-        global_batch=task.global_batch, micro_batch=task.global_batch // size, threads=1, dir=directory
+        global_batch=task.global_batch, micro_batch=task.global_batch // size, threads=1, dir=directory, exact=exact
     ) as run:
         model = task.model()
         run.prepare(model, adamw(model, task))
@@ -133,6 +133,13 @@ def available(directory: str | None) -> tuple[dict[str, Callable[[Task, int, int
     peers = {"accelerate": with_accelerate, "lightning_fabric": with_fabric}
     missing = [name for name in peers if importlib.util.find_spec(name) is None]
     return variants | {name: peer for name, peer in peers.items() if name not in missing}, missing
+
+
+def of_exactness(directory: str | None) -> tuple[dict[str, Callable[[Task, int, int], Losses]], list[str]]:
+    """What exact=True is compared with."""
+    variants, _ = available(directory)
+    kept = {name: variants[name] for name in ("by hand", "by hand, fused", "instep")}
+    return kept | {"instep, exact": partial(with_instep, exact=True)}, []
 
 
 def mean_over_ranks(losses: list[Any], size: int) -> list[float]:
