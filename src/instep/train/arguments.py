@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -14,6 +15,7 @@ from instep.train.precision import DTYPES, read_precision
 from instep.train.slots import check_positive, choose_micro_batch
 
 COMPRESSIONS = ("bf16", "fp16", "powersgd")
+MOST_SAMPLES = 2**31 - 1  # no data set needs more in one step, and positions are counted in machine words
 
 
 @dataclass(frozen=True)
@@ -44,6 +46,8 @@ class Arguments:
 def read_arguments(given: Mapping[str, Any]) -> Arguments:
     """Raises UsageError for a value that cannot be, naming it and what is allowed."""
     check_positive("global_batch", given["global_batch"])
+    if given["global_batch"] > MOST_SAMPLES:
+        raise UsageError(f"global_batch={given['global_batch']} has to be at most {MOST_SAMPLES}.")
     chosen: list[Choice] = []
     micro_batch = given["micro_batch"]
     if micro_batch is None:
@@ -59,6 +63,9 @@ def read_arguments(given: Mapping[str, Any]) -> Arguments:
     check_positive("keep", given["keep"])
     if isinstance(given["seed"], bool) or not isinstance(given["seed"], int):
         raise UsageError(f"seed={given['seed']!r} has to be a whole number.")
+    if not isinstance(given["exact"], bool):
+        raise UsageError(f"exact={given['exact']!r} has to be True or False.")
+    _check_dir(given["dir"])
     if given["compress"] is not None and given["compress"] not in COMPRESSIONS:
         allowed = ", ".join(map(repr, COMPRESSIONS))
         raise UsageError(f"compress={given['compress']!r} is not known. Allowed: {allowed}, or None.")
@@ -80,6 +87,12 @@ def read_arguments(given: Mapping[str, Any]) -> Arguments:
         },
         chosen=tuple(chosen),
     )
+
+
+def _check_dir(value: Any) -> None:
+    path = os.fspath(value) if isinstance(value, os.PathLike) else value
+    if path is not None and not (isinstance(path, str) and path and "\0" not in path):
+        raise UsageError(f"dir={value!r} has to be the path of a directory, or None, which writes nothing.")
 
 
 def _check_above_zero(name: str, value: Any) -> None:

@@ -98,3 +98,8 @@ def test_python_m_instep_is_the_command() -> None:
     done = subprocess.run([sys.executable, "-m", "instep", "nothing"], capture_output=True, text=True, timeout=60)
     assert done.returncode == 2
     assert done.stderr.startswith("instep: 'nothing' is not a command.")
+
+
+def test_a_folder_without_a_program_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["run", "-n", "2", str(tmp_path)]) == 2
+    assert "is a directory without a __main__.py" in capsys.readouterr().err

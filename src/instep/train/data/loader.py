@@ -8,6 +8,7 @@ from typing import Any, NoReturn
 
 import torch
 
+from instep.errors import UsageError
 from instep.records.choice import Choice
 from instep.train.data.epoch import Epoch, MicroBatch, StepBatches
 from instep.train.data.feed import Feed, IndexedFeed, StreamFeed
@@ -29,6 +30,19 @@ __all__ = ["Epoch", "Loader", "MicroBatch", "StepBatches", "build_loader"]
 SLOW_RESUME_SECONDS = 2.0  # a wait that one asks oneself about
 
 
+OPTIONS = (
+    "shuffle", "drop_last", "collate_fn", "num_workers", "pin_memory", "persistent_workers", "prefetch_factor",
+    "worker_init_fn", "multiprocessing_context",
+)  # fmt: skip
+INSTEAD = {
+    "batch_size": "Samples per forward pass are Run(micro_batch=...), samples per step Run(global_batch=...).",
+    "sampler": "Give it to a DataLoader, and that to run.loader: run.loader(DataLoader(data, micro_batch, sampler=...)).",
+    "batch_sampler": "Give it to a DataLoader, and that to run.loader: run.loader(DataLoader(data, batch_sampler=...)).",
+    "generator": "The order follows from Run(seed=...) and the epoch.",
+    "timeout": "Give it to a DataLoader, and that to run.loader.",
+}
+
+
 def build_loader(
     source: Any,
     *,
@@ -46,11 +60,16 @@ def build_loader(
     worker_init_fn: Callable[[int], None] | None = None,
     multiprocessing_context: Any = None,
     say: Callable[[str], None],
+    **unknown: Any,
 ) -> Loader:
     """source: a map-style dataset, an iterable one, or a DataLoader, of which everything set there is kept.
 
     Raises UsageError for data that cannot make a single step.
     """
+    if isinstance(source, Loader):
+        raise UsageError("run.loader was given what run.loader has returned. Use that itself, or give the dataset.")
+    for name in unknown:
+        raise UsageError(f"run.loader has no {name}=. {INSTEAD.get(name, 'Allowed: ' + ', '.join(OPTIONS) + '.')}")
     workers = WorkerOptions(
         num_workers, pin_memory, persistent_workers, prefetch_factor, worker_init_fn, multiprocessing_context
     )

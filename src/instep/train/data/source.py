@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -19,6 +19,8 @@ from torch.utils.data import (
 
 from instep.errors import UsageError
 from instep.train.slots import Slots
+
+MOST_COLUMNS = 8  # tensors in a list that may be the columns of a dataset and not its samples
 
 
 @dataclass(frozen=True)
@@ -63,6 +65,7 @@ def read_source(
     workers: WorkerOptions,
 ) -> Source:
     """Raises UsageError for what cannot be trained on."""
+    _check_kind(given)
     if isinstance(given, DataLoader):
         if shuffle is not None or drop_last or collate_fn is not None:
             raise UsageError(
@@ -122,6 +125,27 @@ def length(value: Any) -> int | None:
 
 def is_default_collate(collate_fn: Callable[[Any], Any] | None) -> bool:
     return collate_fn is None or collate_fn is default_collate
+
+
+def _check_kind(given: Any) -> None:
+    """What has the methods of a dataset, but whose items are no samples."""
+    if isinstance(given, Mapping) and given and 0 not in given:
+        keys = ", ".join(repr(key) for key in list(given)[:5])
+        raise UsageError(
+            f"run.loader was given {_name(given)} with the keys {keys}, which has no samples 0, 1, 2, ... "
+            "Give it one of the values, such as data['train']."
+        )
+    if isinstance(given, tuple | list) and 0 < len(given) <= MOST_COLUMNS and all(map(_is_array, given)):
+        lengths = {len(column) for column in given}
+        if len(lengths) == 1 and lengths != {len(given)} and len({tuple(column.shape) for column in given}) > 1:
+            raise UsageError(
+                f"run.loader was given {_name(given)} of {len(given)} tensors with {lengths.pop()} rows each: those would "
+                f"be {len(given)} samples. Give torch.utils.data.TensorDataset(*tensors), whose samples are the rows."
+            )
+
+
+def _is_array(value: Any) -> bool:
+    return len(getattr(value, "shape", ())) > 0 and hasattr(value, "__getitem__")
 
 
 def _is_stream(dataset: Any) -> bool:
