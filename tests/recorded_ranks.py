@@ -31,12 +31,17 @@ def verify_script(
     args: tuple[str, ...] = (),
 ) -> Verdict:
     """The verdict on a script of tests/verify_scripts."""
+    program = Program("script", str(SCRIPTS / f"{name}.py"), args)
     runs: list[Run] = []
     for size in sizes:
         reference = runs[0].record if runs else None
         options = recorder_options(folder / f"n{size}", steps, keep_random, divides, reference)
-        runs.append(Run(record_script(Program("script", str(SCRIPTS / f"{name}.py"), args), size, options)))
-    return judge(runs, exact)
+        runs.append(Run(record_script(program, size, options)))
+
+    def repeat() -> Record:
+        return record_script(program, sizes[0], recorder_options(folder / "again", steps, keep_random, False, None))
+
+    return judge(runs, exact, repeat)
 
 
 def record_script(program: Program, size: int, options: Options, timeout_seconds: float = 90) -> Record:

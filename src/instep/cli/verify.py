@@ -16,6 +16,7 @@ from instep.cli.arguments import CommandParser
 from instep.errors import UsageError
 from instep.records.launch_spec import Program
 from instep.verify.divide import program_for, read_divide, read_single
+from instep.verify.records import Record
 from instep.verify.run_one import Run, recorder_options, run_one
 from instep.verify.text import HEADINGS, format_conclusion, format_tables, table_rows, table_title
 from instep.verify.verdict import EXIT_CODES, Verdict, judge
@@ -41,7 +42,7 @@ def run(argv: list[str]) -> int:
     folder = Path(options.run_dir) if options.run_dir else Path(tempfile.mkdtemp(prefix="instep-verify-"))
     try:
         runs = run_all(programs, folder, options)
-        verdict = judge(runs, options.exact)
+        verdict = judge(runs, options.exact, lambda: run_again(programs, folder, options))
     finally:
         signal.signal(signal.SIGTERM, old)
         if not options.run_dir:
@@ -104,6 +105,14 @@ def run_all(programs: dict[int, Program], folder: Path, options: argparse.Namesp
         if runs[0].failure and not runs[0].record.num_steps:
             break  # nothing to compare the others with
     return runs
+
+
+def run_again(programs: dict[int, Program], folder: Path, options: argparse.Namespace) -> Record:
+    """The smallest once more, to tell what differs from run to run."""
+    size, program = next(iter(programs.items()))
+    place = folder.absolute() / f"n{size}-again"
+    recording = recorder_options(place, options.steps, options.keep_random, False, None)
+    return run_one(program, size, recording, place / "launch", options.timeout, say).record
 
 
 def say(text: str) -> None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any, Literal
 
 from instep.verify.across.judge import Comparison, compare_runs
 from instep.verify.parting import Parting, processes
+from instep.verify.records import Record
 from instep.verify.run_one import Run
 from instep.verify.within.judge import judge_ranks
 
@@ -45,16 +48,16 @@ class Verdict:
         }
 
 
-def judge(runs: list[Run], exact: bool) -> Verdict:
-    """runs: the fewest processes first."""
-    reference = runs[0].record
+def judge(runs: list[Run], exact: bool, repeat: Callable[[], Record]) -> Verdict:
+    """runs: the fewest processes first; repeat: runs that one again, called when a metric is in question."""
+    reference, repeat = runs[0].record, cache(repeat)
     verdict = Verdict("in step", reference.world_size, max(run.record.num_steps for run in runs))
     verdict.questions += [run.failure for run in runs if run.failure]
     for run in runs:
         inside = judge_ranks(run.record)
         verdict.partings += inside
         if run is not runs[0] and run.record.num_steps and reference.num_steps:
-            comparison = compare_runs(reference, run.record, exact)
+            comparison = compare_runs(reference, run.record, exact, repeat)
             verdict.comparisons.append(comparison)
             verdict.questions += [text for text in comparison.open_questions if text not in verdict.questions]
             verdict.notes += [text for text in comparison.by_rights if text not in verdict.notes]

@@ -25,7 +25,44 @@ def two(first: Any = None, second: Any = None, **facts: Any) -> list[list[Any]]:
 
 def verdict_on(tmp_path: Path, ranks: list[list[Any]], one: Any = None, exact: bool = False, **more: Any) -> Any:
     reference = make_run(tmp_path / "n1", [one or [step()]])
-    return judge([reference, make_run(tmp_path / "n2", ranks, **more)], exact)
+    return judge(
+        [reference, make_run(tmp_path / "n2", ranks, **more)], exact, lambda: make_again(tmp_path, one or [step()])
+    )
+
+
+def make_again(tmp_path: Path, steps: list[Any]) -> Any:
+    return make_run(tmp_path / "again", [[{**each, **each.get("again", {})} for each in steps]]).record
+
+
+def summed(*numbers: float, before: float = 0.0) -> dict[str, Any]:
+    return {"line": "train.py:30", "call": "all_reduce", "before": [before], "after": list(numbers), "op": "SUM"}
+
+
+def metric_ranks(total: float, parts: tuple[float, float]) -> list[list[Any]]:
+    ranks = two()
+    for rank, part in zip(ranks, parts):
+        rank[0] = {**rank[0], "metrics": [summed(total, before=part)]}
+    return ranks
+
+
+@pytest.mark.parametrize(
+    ("whole", "total", "parts", "wrong"),
+    [
+        (0.8, 1.6, (0.7, 0.9), False),  # the sum of means over equal parts
+        (40.0, 40.0, (19.0, 21.0), False),  # a sum
+        (0.8, 1.5, (0.6, 0.9), True),  # the mean of means is 0.75
+        (45.0, 46.0, (23.0, 23.0), True),  # one sample twice
+        (0.8, 3.0, (1.4, 1.6), False),  # no mean of the parts: bytes, seconds
+    ],
+)
+def test_metrics(tmp_path: Path, whole: float, total: float, parts: tuple[float, float], wrong: bool) -> None:
+    verdict = verdict_on(tmp_path, metric_ranks(total, parts), [step(metrics=[summed(whole)])])
+    assert [p.cause.id for p in verdict.partings] == ["metric-averaged"] * wrong
+
+
+def test_what_differs_from_run_to_run_is_no_metric(tmp_path: Path) -> None:
+    whole = step(metrics=[summed(0.8)], again={"metrics": [summed(0.7)]})
+    assert verdict_on(tmp_path, metric_ranks(1.5, (0.6, 0.9)), [whole]).kind == "in step"
 
 
 def test_equal_numbers_are_in_step(tmp_path: Path) -> None:

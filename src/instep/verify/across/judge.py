@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from instep.verify.across.causes import Pair, why_initial_weights, why_numbers, why_rates, why_samples
@@ -35,7 +36,8 @@ class Comparison:
     open_questions: list[str] = field(default_factory=list[str])
 
 
-def compare_runs(reference: Record, other: Record, exact: bool) -> Comparison:
+def compare_runs(reference: Record, other: Record, exact: bool, repeat: Callable[[], Record]) -> Comparison:
+    """repeat: runs the reference once more, to tell metrics from measurements of time and the like."""
     result = Comparison(other.world_size, choose_tolerance(reference, other))
     noise, averaged = Noise(), averages_parameters(other)
     for number in range(1, min(reference.num_steps, other.num_steps) + 1):
@@ -45,7 +47,9 @@ def compare_runs(reference: Record, other: Record, exact: bool) -> Comparison:
             _judge_step(result, Pair(reference, other, number), row, exact)
     if not result.open_questions and not result.by_rights:
         until = min((parting.step for parting in result.partings), default=len(result.rows) + 1) - 1
-        metric = judge_metrics(reference, other, min(until, len(result.rows)))
+        metric = judge_metrics(reference, other, min(until, len(result.rows)), reference)
+        if metric is not None:
+            metric = judge_metrics(reference, other, metric.step, repeat())
         result.partings += [metric] if metric is not None else []
     if result.by_rights:
         result.by_rights = [_describe_rights(result, result.by_rights[0])]
@@ -97,7 +101,10 @@ def _other_order(pair: Pair) -> Cause | None:
         return None
     place = next(i for i, (one, two) in enumerate(zip(*names)) if one != two)
     sizes = pair.reference.world_size, pair.other.world_size
-    return order_cause(names[0][place], names[1][place], *(f"with {processes(size)}" for size in sizes))
+    line = pair.other.step(pair.number)[0].facts.get("wrap_line", "")
+    return order_cause(
+        names[0][place], names[1][place], f"with {processes(sizes[0])}", f"with {processes(sizes[1])}", line
+    )
 
 
 def _sources(pair: Pair) -> set[str]:

@@ -8,10 +8,14 @@ from instep.verify.parting import Cause, Parting, processes
 from instep.verify.records import Record
 
 CLOSE = 1e-3  # relative: beyond the drift of weights in a few steps
+SAME = 1e-5  # relative: of two equal runs
 
 
-def judge_metrics(reference: Record, other: Record, until: int) -> Parting | None:
-    """The first sum that is neither equal in both runs, nor proportional to the number of processes as sums of means."""
+def judge_metrics(reference: Record, other: Record, until: int, repeated: Record) -> Parting | None:
+    """The first sum that is neither equal in both runs, nor proportional to the number of processes as sums of means.
+
+    repeated: the reference run once more; what differs there (seconds, bytes) is no metric of the model.
+    """
     times = other.world_size / reference.world_size
     for number in range(1, until + 1):
         for place, (one, two) in enumerate(zip(_metrics(reference, number), _metrics(other, number))):
@@ -20,7 +24,10 @@ def judge_metrics(reference: Record, other: Record, until: int) -> Parting | Non
             parts = [update.facts["metrics"][place : place + 1] for update in other.step(number)]
             if two["op"] != "SUM" or not all(part and part[0]["line"] == two["line"] for part in parts):
                 continue
-            for element, (a, b) in enumerate(zip(one["after"], two["after"])):
+            again = _metrics(repeated, number)[place]["after"] if _has(repeated, number, place) else one["after"]
+            for element, (a, b, c) in enumerate(zip(one["after"], two["after"], again)):
+                if abs(a - c) > SAME * max(abs(a), abs(c)):
+                    continue
                 brought = [part[0]["before"][element] for part in parts]
                 gap = min(abs(b - a * scale) / max(abs(a * scale), abs(b), 1e-12) for scale in (1.0, times))
                 if gap > CLOSE and (_is_mean(a, brought) or _is_count(a, b)):
@@ -28,9 +35,12 @@ def judge_metrics(reference: Record, other: Record, until: int) -> Parting | Non
     return None
 
 
+def _has(record: Record, number: int, place: int) -> bool:
+    return record.num_steps >= number and len(_metrics(record, number)) > place
+
+
 def _is_mean(whole: float, parts: list[float]) -> bool:
-    """Whether the number of one process can be a mean of those of the ranks. Seconds, bytes and the like, which differ
-    from run to run, hardly are."""
+    """Whether the number of one process can be a mean of those of the ranks."""
     return min(parts) < whole < max(parts)
 
 
