@@ -189,7 +189,10 @@ def step_lr(optimizer: torch.optim.Optimizer) -> Any:
 
 def gan(**arguments: Any) -> dict[str, Any]:
     with instep.Run(global_batch=16, micro_batch=2, **arguments) as run:
-        generator, critic = mlp(nn.Dropout(0.2)), nn.Sequential(nn.Linear(CLASSES, 8), nn.Tanh(), nn.Linear(8, 1)).double()
+        generator, critic = (
+            mlp(nn.Dropout(0.2)),
+            nn.Sequential(nn.Linear(CLASSES, 8), nn.Tanh(), nn.Linear(8, 1)).double(),
+        )
         opt_g, opt_d = adam(generator), adam(critic)
         run.prepare(generator, opt_g)
         run.prepare(critic, opt_d)

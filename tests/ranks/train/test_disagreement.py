@@ -98,7 +98,10 @@ def caught(rank: int, size: int, mistake: Callable[[int], None]) -> str:
         (other_seed, ["different arguments: seed=0 on rank 0, seed=1 on rank 1"]),
         (other_model, ["rank 0 has weight of shape [1, 3]", "rank 1 has weight of shape [2, 3]"]),
         (other_frozen, ["rank 0 has bias", "requires_grad=True; rank 1 has bias", "requires_grad=False"]),
-        (mean_on_main, ["rank 0 came to run.mean at test_disagreement.py:", "rank 1 came to step.update() of step 0 at"]),
+        (
+            mean_on_main,
+            ["rank 0 came to run.mean at test_disagreement.py:", "rank 1 came to step.update() of step 0 at"],
+        ),
         (mean_or_sum, ["rank 0 came to run.sum at test_disagreement.py", "rank 1 came to run.mean at"]),
         (leaves_early, ["rank 0 came to step.update() of step 2", "rank 1 came to the end of its run"]),
         (local_schedule, ["run.schedule got different values on the ranks (0, 1): give it run.mean(value, weight)"]),

@@ -69,7 +69,9 @@ def evaluated(**arguments: Any) -> dict[str, Any]:
             step.update()
             if step.ends_epoch:
                 values = [(float(F.cross_entropy(model(x), y)), len(y)) for x, y in run.evaluate(test)]
-                history.append((step.index, run.mean([v for v, _ in values], [n for _, n in values]), run.sum(len(values))))
+                history.append(
+                    (step.index, run.mean([v for v, _ in values], [n for _, n in values]), run.sum(len(values)))
+                )
         state = {key: whole(value).detach().clone() for key, value in model.state_dict().items()}
         return {"history": history, "state": state}
 
@@ -133,7 +135,12 @@ def train_partly(rank: int, size: int, folder: str, parallel: Any, precision: st
 @pytest.mark.parametrize(("precision", "tolerance"), [("fp32", 1e-10), ("bf16", 1e-3)])
 def test_continues_in_another_split(tmp_path: Path, precision: str, tolerance: float) -> None:
     whole_run = run_ranks(train_partly, 1, str(tmp_path / "one"), "ddp", precision, 9)[0]
-    for size, parallel, last in ((2, "zero3", 2), (3, "ddp", 3), (4, instep.Parallel(shard=2, replicate=2), 7), (2, "zero2", 9)):
+    for size, parallel, last in (
+        (2, "zero3", 2),
+        (3, "ddp", 3),
+        (4, instep.Parallel(shard=2, replicate=2), 7),
+        (2, "zero2", 9),
+    ):
         found = run_ranks(train_partly, size, str(tmp_path / "parts"), parallel, precision, last)
     expected, weights = (load_file(tmp_path / name / "weights.safetensors") for name in ("one", "parts"))
     assert expected.keys() == weights.keys()

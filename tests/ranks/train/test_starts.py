@@ -55,11 +55,22 @@ def test_torch_distributed_launch(alone: list[list[str]]) -> None:
 
 
 def test_slurm(alone: list[list[str]]) -> None:
-    variables = {"SLURM_NTASKS": "2", "SLURM_JOB_ID": "4321", "SLURM_JOB_NODELIST": "localhost", "MASTER_PORT": free_port()}
+    variables = {
+        "SLURM_NTASKS": "2",
+        "SLURM_JOB_ID": "4321",
+        "SLURM_JOB_NODELIST": "localhost",
+        "MASTER_PORT": free_port(),
+    }
     tasks = [
         subprocess.Popen(
             [sys.executable, SCRIPT],
-            env={**os.environ, **variables, "OMP_NUM_THREADS": "1", "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)},
+            env={
+                **os.environ,
+                **variables,
+                "OMP_NUM_THREADS": "1",
+                "SLURM_PROCID": str(rank),
+                "SLURM_LOCALID": str(rank),
+            },
             stdout=subprocess.PIPE,
             text=True,
         )

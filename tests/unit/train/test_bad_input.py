@@ -228,7 +228,10 @@ def too_many_calls(run: instep.Run) -> None:
             "sync_batch_norm=True takes its statistics over the global batch at once, so each rank has to hold one "
             "micro-batch: 4 micro-batches on 1 ranks do not. Set micro_batch to global_batch / ranks = 8",
         ),
-        (mean_inside_evaluation, "run.mean was called inside run.evaluate, where ranks have different numbers of batches"),
+        (
+            mean_inside_evaluation,
+            "run.mean was called inside run.evaluate, where ranks have different numbers of batches",
+        ),
         (dataset_as_loader, "run.steps got a TensorDataset; it takes what run.loader(...) returns."),
         (neither_epochs_nor_steps, "run.steps(epochs=None, steps=None): give one of the two."),
         (epochs_without_data, "run.steps without a loader has no epochs: say how many steps"),

@@ -83,7 +83,17 @@ def test_names_what_does_not_go_together(arguments: dict[str, Any], text: str) -
     from instep.train.arguments import read_arguments
     from instep.train.techniques.shard import check_shardable
 
-    defaults = dict.fromkeys(("micro_batch", "clip_norm", "clip_value", "compress", "threads", "dir", "checkpoint_every"))
-    given = {**defaults, "global_batch": 8, "precision": "fp32", "exact": False, "seed": 0, "keep": 3, "parallel": "zero3"}
+    defaults = dict.fromkeys(
+        ("micro_batch", "clip_norm", "clip_value", "compress", "threads", "dir", "checkpoint_every")
+    )
+    given = {
+        **defaults,
+        "global_batch": 8,
+        "precision": "fp32",
+        "exact": False,
+        "seed": 0,
+        "keep": 3,
+        "parallel": "zero3",
+    }
     with pytest.raises(instep.UsageError, match=re.escape(text)):
         check_shardable(read_arguments({**given, **arguments}))
