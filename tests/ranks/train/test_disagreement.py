@@ -139,5 +139,5 @@ def continues(rank: int, size: int, folder: str) -> tuple[bool, int]:
 
 
 def test_sigterm_on_one_rank_saves_on_all_after_the_same_step(tmp_path: Path) -> None:
-    assert run_ranks(stops, 2, str(tmp_path)) == [(143, 5), (143, 5)]  # step 5 raised inside update, after it was saved
+    assert run_ranks(stops, 2, str(tmp_path)) == [(143, 6), (143, 6)]  # both end when the loop would go on to step 6
     assert run_ranks(continues, 2, str(tmp_path)) == [(True, 6), (True, 6)]
