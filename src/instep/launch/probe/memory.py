@@ -16,6 +16,7 @@ from instep.launch.probe.sites import is_users_file
 from instep.records import recording as layout
 
 _EVERY_STEPS = 8
+_SCAN_BYTES = 3 << 20
 _EVERY_SECONDS = 0.1  # reading the size of a process takes 50 us
 _GROWTH_BYTES = 24 << 20  # less than this is the allocator's noise
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
@@ -23,6 +24,7 @@ _CO_OPTIMIZED = 1
 
 _looked = [0.0]
 _baseline = [0]
+_scanned = [0]  # bytes used when variables were last looked through
 _seen: dict[tuple[str, str, str], list[tuple[int, int, int]]] = {}  # step, results kept, bytes used
 _noted: set[tuple[str, str, str]] = set()
 
@@ -41,8 +43,9 @@ def look_for_kept_graphs(recorder: Recorder) -> None:
         return
     if step & (step - 1) == 0:
         recorder.log.note("memory", used=now)
-    if now - _baseline[0] < _GROWTH_BYTES:
-        return
+    if now - _baseline[0] < _GROWTH_BYTES or now - _scanned[0] < _SCAN_BYTES:
+        return  # looking through variables takes a millisecond: only while memory grows
+    _scanned[0] = now
     for key, count, line in _kept_in_frames(sys._getframe(1)):
         _follow(recorder, key, count, line, now)
 
