@@ -136,6 +136,10 @@ def run_agent(channel_file: int, words: list[str], program: list[str]) -> None:
     line = Line(socket.socket(fileno=channel_file))
 
     class Agent(local_elastic_agent.LocalElasticAgent):
+        def _initialize_workers(self, worker_group: Any) -> None:
+            forget_meeting(worker_group.spec.rdzv_handler)
+            super()._initialize_workers(worker_group)  # pyright: ignore[reportCallIssue]  # as below
+
         def _start_workers(self, worker_group: Any) -> dict[int, Any]:
             line.join_peers(worker_group)
             # torch's own decorator hides the argument from the type checker.
@@ -170,6 +174,16 @@ def run_agent(channel_file: int, words: list[str], program: list[str]) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)  # threads of the store and the rendezvous may still wait for someone
+
+
+def forget_meeting(handler: object) -> None:
+    """Makes each round of a rendezvous have a store of its own.
+
+    torch 2.13 keeps the address of the first round's: a node that joins later waits in vain for it to be told, and the
+    ranks of a new attempt find what those before them have left in the store.
+    """
+    if hasattr(handler, "_bootstrap_store_info"):
+        handler._bootstrap_store_info = None  # type: ignore[attr-defined]
 
 
 def tell_device_count(channel_file: int, text: str) -> None:

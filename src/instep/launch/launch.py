@@ -17,6 +17,7 @@ from typing import Any
 from instep.errors import UsageError
 from instep.launch import channel, linux
 from instep.launch.agent_link import AgentLink
+from instep.launch.decide import first_guilty
 from instep.launch.failure import describe_failure, find_crash, keep_failures
 from instep.launch.group_state import AgentState, GroupState
 from instep.launch.local import empty_store, make_placer, needs_agent, open_store, start_store
@@ -89,7 +90,7 @@ def _conclude(group: GroupState, code: int, run_dir: RunDir, before: Any, say: S
             say("stopped by a signal from outside")
         return Outcome(code)
     keep_failures(group, run_dir)
-    if group.agent is not None and group.agent.end == "failed" and not group.failures:
+    if group.agent is not None and group.agent.end == "failed" and first_guilty(group) is None:
         say(describe_agent_failure(group.agent.message))
     crash = find_crash(group, run_dir, before, read_memory_facts())
     return Outcome(code, describe_failure(group, run_dir), crash)

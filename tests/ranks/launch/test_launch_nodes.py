@@ -120,6 +120,23 @@ def test_another_node_is_told_which_rank_failed_first(launch: Launcher) -> None:
 
 
 @pytest.mark.slow
+def test_a_node_that_joins_later_is_taken_in(launch: Launcher) -> None:
+    script = launch.script(
+        "import os, time, torch.distributed as dist\ndist.init_process_group('gloo')\ndist.barrier()\n"
+        "size = dist.get_world_size()\nprint('met', size)\nopen(f'ready{size}' + os.environ['RANK'], 'w').close()\n"
+        "time.sleep(600 if size == 1 else 1)\n"
+    )
+    words = ["--nnodes", "1:2", "--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{find_port()}"]
+    words += ["--rdzv-conf", "last_call_timeout=2"]
+    first = launch.begin(*words, script)
+    launch.await_file("ready1", 1)
+    second = launch.run(*words, "--run-dir", "other", script, seconds=120)
+    ended = launch.finish(first, 120)
+    assert (ended.code, second.code) == (0, 0), ended.err + second.err
+    assert ("met 1" in ended.out, "met 2" in ended.out, "met 2" in second.out) == (True, True, True)
+
+
+@pytest.mark.slow
 def test_a_node_that_is_lost_is_noticed(launch: Launcher) -> None:
     script = launch.script("import os, time\nopen('ready' + os.environ['RANK'], 'w').close()\ntime.sleep(600)\n")
     words = ["--nnodes", "2", "--master-addr", "127.0.0.1", "--master-port", str(find_port())]

@@ -26,6 +26,13 @@ def test_torchs_hook_for_exceptions_has_the_name_by_which_it_is_known() -> None:
     assert "sys.excepthook = _distributed_excepthook" in inspect.getsource(distributed_c10d.init_process_group)
 
 
+def test_a_rendezvous_keeps_its_first_store_where_it_is_forgotten() -> None:
+    from torch.distributed.elastic.rendezvous import dynamic_rendezvous
+
+    source = inspect.getsource(dynamic_rendezvous.DynamicRendezvousHandler.next_rendezvous)
+    assert "if self._bootstrap_store_info is None or" in source
+
+
 def test_a_store_has_a_second_connection_for_the_beats() -> None:
     import torch.distributed as dist
 
