@@ -76,7 +76,8 @@ def _describe(key: str, value: Any) -> str:
     return f"{key} of shape {list(shape)}, {dtype.removeprefix('torch.')}, requires_grad={requires_grad}"
 
 
-def check_optimizer(optimizer: object) -> None:
+def check_optimizer(optimizer: object, models: Iterable[nn.Module]) -> None:
+    """models: those prepared so far, the one that comes with the optimizer last."""
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise UsageError(
             f"run.prepare got a {type(optimizer).__name__} as its optimizer; it takes a torch.optim.Optimizer."
@@ -88,6 +89,33 @@ def check_optimizer(optimizer: object) -> None:
     if not any(p.requires_grad for group in optimizer.param_groups for p in group["params"]):
         raise UsageError(
             "run.prepare got an optimizer without a parameter that requires a gradient: nothing would be trained."
+        )
+    models = list(models)
+    taken = sum(len(group["params"]) for group in optimizer.param_groups)
+    trainable = any(p.requires_grad for p in models[-1].parameters())  # a frozen model may go with a learned prompt
+    if trainable and len(loose_parameters(optimizer, models)) == taken:
+        raise UsageError(
+            f"run.prepare got an optimizer that holds no parameter of its model, a {type(models[-1]).__name__}, so that would "
+            "not be trained. Make it from model.parameters() after the last change of the model's parameters."
+        )
+
+
+def check_scheduler(scheduler: object, optimizer: torch.optim.Optimizer | None) -> None:
+    if scheduler is None:
+        return
+    if optimizer is None:
+        raise UsageError(
+            "run.prepare got a scheduler without its optimizer: give both, run.prepare(model, optimizer, scheduler)."
+        )
+    if isinstance(scheduler, type) or not callable(getattr(scheduler, "step", None)):
+        raise UsageError(
+            f"run.prepare got a {type(scheduler).__name__} as its scheduler; it takes one of torch.optim.lr_scheduler, or "
+            "an object with step()."
+        )
+    if getattr(scheduler, "optimizer", optimizer) is not optimizer:
+        raise UsageError(
+            f"run.prepare got a {type(scheduler).__name__} of another optimizer, so this one's learning rate would stay as it "
+            "is. Give the two that belong together."
         )
 
 

@@ -32,6 +32,8 @@ from instep.train.precision import LossScale, read_precision
 from instep.train.prepare import (
     broadcast_weights,
     check_optimizer,
+    check_plain,
+    check_scheduler,
     choose_fused,
     follow_parameters,
     loose_parameters,
@@ -237,12 +239,10 @@ class Run:
         split = fit(self._arguments.parallel if parallel is None else read_parallel(parallel), world.size)
         if schedule_every not in EVERY:
             raise UsageError(f"schedule_every={schedule_every!r} is not possible. Allowed: 'step', 'epoch'.")
-        if scheduler is not None and optimizer is None:
-            raise UsageError(
-                "run.prepare got a scheduler without its optimizer: give both, run.prepare(model, optimizer, scheduler)."
-            )
+        check_scheduler(scheduler, optimizer)
+        check_plain(model)
         if optimizer is not None:
-            check_optimizer(optimizer)
+            check_optimizer(optimizer, [*self._models, model])
         if sync_batch_norm and self._slots.count != world.size:
             fitting = self._arguments.global_batch / world.size
             raise UsageError(

@@ -144,6 +144,11 @@ class Step:
         fn per micro-batch with the same random numbers, so that memory is that of one micro-batch
         (Gao et al., "Scaling Deep Contrastive Learning Batch Size under Memory Limited Setup", 2021).
         """
+        if not callable(fn):
+            raise UsageError(
+                f"step.all_rows got a {type(fn).__name__}; it takes a function of a micro-batch, such as the model, and calls "
+                "it itself: rows = step.all_rows(model)."
+            )
         if self._run._exact:
             raise UsageError("exact=True does not reach step.all_rows yet: leave exact out.")
         if self._run._is_sharded:
@@ -242,6 +247,8 @@ class Step:
     def end(self) -> None:
         """The loop goes on: ends what no update ended, and learns the pattern of updates for the next step."""
         run = self._run
+        if self._backwards and not self._updates:
+            run._observer.say("a step had step.backward but no step.update: its gradients are dropped (said once)")
         for trained in run._trained:
             trained.reducer.flush(self._name("the step after"))
             trained.reducer.finish()
