@@ -22,7 +22,8 @@ _FRAME = re.compile(r'  File "(?P<file>.+)", line (?P<line>\d+) in (?P<name>.+)'
 _TRACED = re.compile(r'  File "(?P<file>.+)", line (?P<line>\d+), in (?P<name>.+)')
 ECHO = re.compile(
     r"closed by peer|reset by peer|broken pipe|connection refused|socket timeout|remote process exited"
-    r"|application timeout caused pair closure|communicator was aborted|was likely closed|timed out waiting",
+    r"|application timeout caused pair closure|communicator was aborted|was likely closed|timed out waiting"
+    r"|does not come to bucket",
     re.IGNORECASE,
 )
 
@@ -313,7 +314,13 @@ def read_text(path: Path) -> str:
 
 def is_own(file: str) -> bool:
     """Whether a file in a stack is the user's, judged by its path alone."""
-    return not re.search(r"/(site|dist)-packages/|/lib(64)?/python\d|/instep/launch/|^<", file)
+    return not (re.search(r"/(site|dist)-packages/|/lib(64)?/python\d|^<", file) or _is_ours(file))
+
+
+def _is_ours(file: str) -> bool:
+    """Whether it is a file of this package, wherever that was installed when the run was recorded."""
+    _, found, inside = file.rpartition("/instep/")
+    return bool(found) and "/" in inside and (Path(layout.__file__).parent.parent / inside).is_file()
 
 
 def _frame(row: dict[str, Any]) -> Frame:

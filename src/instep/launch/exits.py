@@ -19,6 +19,7 @@ _SIGNALS = {
 # What gloo, NCCL and the store say when the other side has gone. Texts, for want of types.
 _ECHOES = (
     "connection closed by peer",
+    "does not come to bucket",
     "connection reset by peer",
     "broken pipe",
     "connection refused",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 import socket
@@ -161,7 +162,8 @@ def read_crash_site(path: Path) -> CallSite | None:
 
 
 def _is_users(file: str) -> bool:
-    return not ("site-packages" in file or "/instep/launch/" in file or re.search(r"/lib(64)?/python\d|^<", file))
+    ours = os.path.join(os.path.dirname(os.path.dirname(__file__)), "")
+    return not ("site-packages" in file or file.startswith(ours) or re.search(r"/lib(64)?/python\d|^<", file))
 
 
 def _source_line(site: CallSite) -> str:
