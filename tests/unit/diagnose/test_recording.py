@@ -13,6 +13,7 @@ from instep.launch.probe.fingerprints import is_early
 from instep.launch.probe.nonfinite import first_bad_operation, tensors_in
 from instep.launch.probe.page import open_page
 from instep.launch.probe.recorder import Recorder, contained, make_current
+from instep.launch.probe.tokens import find_mean_loss
 from instep.launch.stall import waits_in
 from instep.records import recording as layout
 from instep.records.event import read_events
@@ -131,3 +132,12 @@ def test_the_operation_that_made_an_infinity_is_named() -> None:
     found = first_bad_operation(torch.log(x * 1.0).sum())
     assert found is not None and found["name"].startswith("LogBackward") and found["why"] == "logarithm of 0"
     assert first_bad_operation(torch.log(x + 1.0).sum()) is None
+
+
+def test_the_mean_over_targets_is_found_behind_a_scaled_loss() -> None:
+    scores = torch.randn(4, 5, requires_grad=True)
+    loss = torch.nn.functional.cross_entropy(scores, torch.tensor([0, 1, -100, 2]))
+    node = find_mean_loss((loss * 3 / 2).grad_fn)
+    assert node is not None and float(node._saved_total_weight) == 3.0 and node._saved_target.numel() == 4
+    summed = torch.nn.functional.cross_entropy(scores, torch.tensor([0, 1, 3, 2]), reduction="sum")
+    assert find_mean_loss(summed.grad_fn) is None

@@ -14,6 +14,7 @@ from instep.launch.probe.exits import note_raised
 from instep.launch.probe.nonfinite import note_nonfinite
 from instep.launch.probe.patching import replace
 from instep.launch.probe.recorder import Recorder, contained
+from instep.launch.probe.tokens import count_tokens
 from instep.launch.probe.wrapping import WRAPPERS
 from instep.records import recording as layout
 
@@ -62,6 +63,7 @@ def _enter(recorder: Recorder, losses: Losses, tensors: Any) -> tuple[int, float
     has_graph = loss is None or loss.grad_fn is not None
     if loss is not None:
         _look_at_loss(recorder, losses, loss, site)
+        count_tokens(recorder, loss, site)
     for wrapped in WRAPPERS.all:
         wrapped.sequence_before = wrapped.sequence()
     started = recorder.mark(

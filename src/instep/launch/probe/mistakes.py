@@ -1,4 +1,4 @@
-"""Calls whose order or arguments are wrong in themselves: clipping, loss scaling, schedules, checkpoints, token means."""
+"""Calls whose order or arguments are wrong in themselves: clipping, loss scaling, schedules, checkpoints."""
 
 from __future__ import annotations
 
@@ -13,8 +13,6 @@ from instep.launch.probe.patching import replace
 from instep.launch.probe.recorder import Recorder, contained
 from instep.launch.probe.wrapping import WRAPPERS
 
-_TOKENS_EVERY = 8  # calls of a loss between two counts of its tokens, after the first eight
-
 
 def watch_mistakes(recorder: Recorder) -> None:
     scaling = _Scaling(recorder)
@@ -26,8 +24,6 @@ def watch_mistakes(recorder: Recorder) -> None:
     replace(torch.amp.GradScaler, "update", scaling.wrap_update)
     replace(torch.nn.Module, "load_state_dict", lambda original: _wrap_load(recorder, original))
     replace(lr_scheduler.ReduceLROnPlateau, "step", lambda original: _wrap_plateau(recorder, original))
-    replace(torch.nn.functional, "cross_entropy", lambda original: _wrap_loss(recorder, original))
-    replace(torch.nn.functional, "nll_loss", lambda original: _wrap_loss(recorder, original))
 
 
 class _Scaling:
@@ -119,31 +115,3 @@ def _wrap_plateau(recorder: Recorder, original: Callable[..., Any]) -> Callable[
 @contained
 def _note_metric(recorder: Recorder, metrics: Any) -> None:
     recorder.log.note("plateau", site=recorder.sites.here(2), value=float(metrics), wrappers=len(WRAPPERS.all))
-
-
-def _wrap_loss(recorder: Recorder, original: Callable[..., Any]) -> Callable[..., Any]:
-    calls = [0]
-
-    def loss(input: Any, target: Any, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():
-            return original(input, target, *args, **kwargs)
-        calls[0] += 1
-        if calls[0] <= 8 or calls[0] % _TOKENS_EVERY == 0:
-            _count_tokens(recorder, calls[0], target, args, kwargs)
-        return original(input, target, *args, **kwargs)
-
-    return loss
-
-
-@contained
-def _count_tokens(recorder: Recorder, call: int, target: Any, args: Any, kwargs: Any) -> None:
-    """Targets that count in a mean over them, where some are left out. Only on the CPU: elsewhere it would wait."""
-    if kwargs.get("reduction", "mean") != "mean" or not torch.is_grad_enabled() or kwargs.get("size_average") is False:
-        return
-    if not isinstance(target, torch.Tensor) or target.is_floating_point() or target.device.type != "cpu":
-        return
-    ignore = kwargs.get("ignore_index", args[2] if len(args) > 2 and isinstance(args[2], int) else -100)
-    total = target.numel()
-    valid = int((target != ignore).sum())
-    if valid < total:
-        recorder.log.note("tokens", site=recorder.sites.here(2), call=call, valid=valid, total=total)

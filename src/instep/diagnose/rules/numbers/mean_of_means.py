@@ -15,13 +15,17 @@ Small differences are common and not reported; a script may weigh on purpose.
 
 from __future__ import annotations
 
+import ast
 import statistics
 from collections.abc import Iterator
 
 from instep.diagnose.model_facts import wraps
 from instep.diagnose.run_view import RunView, short
-from instep.records.finding import Finding
+from instep.diagnose.slices import call_at, definitions
+from instep.diagnose.source import load
+from instep.records.finding import CallSite, Finding
 
+_LOSSES = ("cross_entropy", "nll_loss")
 MIN_CALLS = 6
 MIN_SPREAD = 0.25  # mean over steps of the counts' deviation over their mean; random lengths stay below
 
@@ -38,7 +42,7 @@ def check(run: RunView) -> Iterator[Finding]:
     if len(spreads) < MIN_CALLS or sum(spreads) / len(spreads) < MIN_SPREAD:
         return
     view = run.ranks[0]
-    where = view.site(view.named("tokens")[0]["site"])
+    where = find_loss(view.site(view.named("tokens")[0]["site"]))
     spread = sum(spreads) / len(spreads)
     yield Finding(
         id="numbers/mean-of-means",
@@ -56,3 +60,17 @@ def check(run: RunView) -> Iterator[Finding]:
         certainty="likely",
         where=where,
     )
+
+
+def find_loss(backward: CallSite | None) -> CallSite | None:
+    """The line that computes the loss of a backward: a call of a known name, else the nearest call that gave it."""
+    source = load(backward.file) if backward else None
+    call = call_at(source, backward.line, "backward") if source and backward else None
+    if source is None or backward is None or call is None or not isinstance(call.func, ast.Attribute):
+        return backward
+    nodes = list(definitions(source, call.func.value, source.function_at(backward.line)))
+    calls = [part for node in nodes for part in ast.walk(node) if isinstance(part, ast.Call)]
+    known = [one for one in calls if getattr(one.func, "attr", getattr(one.func, "id", "")) in _LOSSES]
+    given = [node for node in nodes if isinstance(node, ast.Call)]
+    chosen = next(iter(known), None) or next(iter(given), None)
+    return source.site(chosen) if chosen is not None else backward
