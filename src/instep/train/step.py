@@ -32,7 +32,9 @@ if TYPE_CHECKING:
 class Step:
     """Iterating gives this rank's micro-batches; again, the same ones with a new random stream."""
 
-    def __init__(self, run: Run, position: LoopPosition, batches: StepBatches | Sequence[MicroBatch], *, ends_epoch: bool) -> None:
+    def __init__(
+        self, run: Run, position: LoopPosition, batches: StepBatches | Sequence[MicroBatch], *, ends_epoch: bool
+    ) -> None:
         self.index, self.epoch, self.ends_epoch = run._position.next_index, position.epoch, ends_epoch
         self.loss: float | None = None
         self.grad_norm: float | None = None

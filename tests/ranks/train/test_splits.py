@@ -15,8 +15,20 @@ from torch import Tensor, nn
 
 import instep
 from run_ranks import run_ranks
-from scenarios import CLASSES, FEATURES, adam, data, even_data, sgd, some_left_out, step_lr, supervised, token_mean
-from scenarios import two_groups, whole
+from scenarios import (
+    CLASSES,
+    FEATURES,
+    adam,
+    data,
+    even_data,
+    sgd,
+    some_left_out,
+    step_lr,
+    supervised,
+    token_mean,
+    two_groups,
+    whole,
+)
 
 TOLERANCE = 1e-8  # float64, tens of steps; batch norm over two samples magnifies the order of sums
 

@@ -248,7 +248,7 @@ def test_says_what_is_wrong_and_what_to_do(mistake: Callable[[instep.Run], None]
 
 @pytest.mark.parametrize("mistake", [empty_dataset, too_short_dataset])
 def test_refuses_data_without_a_step(mistake: Callable[[instep.Run], None]) -> None:
-    with pytest.raises(instep.UsageError, match="(?i)dataset"), open_run() as run:
+    with pytest.raises(instep.UsageError, match=r"(?i)dataset"), open_run() as run:
         mistake(run)
 
 
@@ -261,7 +261,7 @@ def test_names_the_line_of_a_plain_backward() -> None:
 
 
 def test_a_run_is_used_inside_with() -> None:
-    with pytest.raises(instep.UsageError, match="This run is not open: use it inside `with instep.Run"):
+    with pytest.raises(instep.UsageError, match=r"This run is not open: use it inside `with instep\.Run"):
         _ = open_run().rank
 
 

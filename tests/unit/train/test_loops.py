@@ -54,8 +54,10 @@ def test_synchronised_batch_norm_refuses_streams() -> None:
         def __iter__(self):  # type: ignore[no-untyped-def]
             return iter(torch.ones(8, 2))
 
-    with pytest.raises(instep.UsageError, match="sync_batch_norm=True needs every rank to have samples in every step"):
-        with instep.Run(global_batch=2, micro_batch=2) as run:
-            model = nn.BatchNorm1d(2)
-            run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), sync_batch_norm=True)
-            next(iter(run.steps(run.loader(Stream()), epochs=1)))
+    refused = pytest.raises(
+        instep.UsageError, match="sync_batch_norm=True needs every rank to have samples in every step"
+    )
+    with refused, instep.Run(global_batch=2, micro_batch=2) as run:
+        model = nn.BatchNorm1d(2)
+        run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), sync_batch_norm=True)
+        next(iter(run.steps(run.loader(Stream()), epochs=1)))

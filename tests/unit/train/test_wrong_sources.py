@@ -51,7 +51,10 @@ def test_says_what_to_give(source: Any, options: dict[str, Any], text: str) -> N
 
 
 def test_a_loader_is_no_dataset() -> None:
-    with instep.Run(global_batch=4) as run, pytest.raises(instep.UsageError, match=re.escape("what run.loader has returned")):
+    with (
+        instep.Run(global_batch=4) as run,
+        pytest.raises(instep.UsageError, match=re.escape("what run.loader has returned")),
+    ):
         run.loader(run.loader(DATA))
 
 
