@@ -67,6 +67,8 @@ def enter(job: Job) -> None:
         run_program(job.program)
     except SystemExit as error:
         _tell_exit(job, error)
+        if job.watch:
+            _note_exit(error)
         raise
     except BaseException as error:
         _forget_our_frames(error)
@@ -122,6 +124,13 @@ def _forget_our_frames(error: BaseException) -> None:
             seen.add(id(each))
             each.__traceback__ = _without_our_frames(each.__traceback__)
             left += [each.__cause__, each.__context__]
+
+
+def _note_exit(error: SystemExit) -> None:
+    """For diagnosis: the exception that was being handled when the program asked to end."""
+    from instep.launch.probe import note_exit
+
+    note_exit(error)
 
 
 def _without_our_frames(trace: TracebackType | None) -> TracebackType | None:

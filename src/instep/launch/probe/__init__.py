@@ -33,6 +33,16 @@ def install(rank_dir: Path, profile: tuple[int, int] | None = None, **unused: An
     recorder.log.note("start", pid=os.getpid(), rank=rank, world_size=world_size)
 
 
+def note_exit(error: SystemExit) -> None:
+    """Called when the program ends with SystemExit: what it was handling then may be the cause."""
+    from instep.launch.probe.exits import note_end
+    from instep.launch.probe.recorder import current
+
+    recorder = current()
+    if recorder is not None:
+        note_end(recorder, "SystemExit", error.code, error)
+
+
 def _write_stacks_on_signal(paths: RankDir) -> None:
     try:
         file = os.open(paths.stacks, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)

@@ -141,6 +141,11 @@ def make_current(recorder: Recorder) -> None:
     os.register_at_fork(after_in_child=recorder.forget)
 
 
+def current() -> Recorder | None:
+    """The recorder of this rank, once there is one."""
+    return _current
+
+
 def contained(function: Callable[..., Answer]) -> Callable[..., Answer | None]:
     """A piece of watching that must never break the script: what it raises is noted once in the rank's events."""
 
