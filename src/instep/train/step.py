@@ -48,6 +48,7 @@ class Step:
         self._reduced: dict[int, tuple[Table, float]] = {}
         self._updates = 0
         self._backwards = 0
+        self._with_backward = 0  # micro-batches of this pass
         self._reference = run._first_reference if run._reference is None else run._reference
         for trained in run._trained:
             trained.updates = 0
@@ -64,7 +65,9 @@ class Step:
                 run._buffers.begin(batch.slot)
                 for trained in run._trained:
                     trained.reducer.begin_micro_batch(batch.slot - first, position == last)
+                before = self._backwards
                 yield batch.data
+                self._with_backward += self._backwards > before
                 run._buffers.end()
         finally:
             self._current = None
@@ -73,6 +76,7 @@ class Step:
 
     def _begin_pass(self) -> None:
         self._pass += 1
+        self._with_backward = 0
         for trained in self._run._trained:
             if self._pass:
                 trained.reducer.flush(self._name("the next pass over"))
@@ -183,6 +187,11 @@ class Step:
             raise UsageError(
                 f"step.update() of step {self.index} came before any backward. Iterate the step and call "
                 "step.backward(loss) for its micro-batches first."
+            )
+        if 0 < self._with_backward < len(self._batches):
+            run._observer.say(
+                "micro-batches without step.backward (after continue, or left by break) count with weight 0 (said once); "
+                "leaving the loop by break makes the numbers depend on the number of processes"
             )
         call = (self.index * 64 + self._updates * 8 + run._trained.index(trained)) % (1 << 24)
         table = trained.reducer.reduce(call, run._stop_asked, self._name())

@@ -61,3 +61,30 @@ def test_synchronised_batch_norm_refuses_streams() -> None:
         model = nn.BatchNorm1d(2)
         run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), sync_batch_norm=True)
         next(iter(run.steps(run.loader(Stream()), epochs=1)))
+
+
+@pytest.mark.parametrize("leaves", [True, False])
+def test_says_that_micro_batches_were_left_out(leaves: bool, capsys: pytest.CaptureFixture[str]) -> None:
+    with instep.Run(global_batch=8, micro_batch=2) as run:
+        model = nn.Linear(2, 1)
+        run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        for step in run.steps(run.loader(TensorDataset(torch.ones(16, 2))), epochs=1):
+            for number, (x,) in enumerate(step):
+                if number == 2:
+                    if leaves:
+                        break
+                    continue
+                step.backward(model(x).mean())
+            step.update()
+    assert capsys.readouterr().err.count("micro-batches without step.backward") == 1
+
+
+def test_says_nothing_of_a_whole_step(capsys: pytest.CaptureFixture[str]) -> None:
+    with instep.Run(global_batch=8, micro_batch=2) as run:
+        model = nn.Linear(2, 1)
+        run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        for step in run.steps(run.loader(TensorDataset(torch.ones(13, 2))), epochs=1):
+            for (x,) in step:
+                step.backward(model(x).mean())
+            step.update()
+    assert "without step.backward" not in capsys.readouterr().err
