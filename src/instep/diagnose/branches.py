@@ -135,6 +135,9 @@ def _left_loop(source: Source, one: Position, two: Position, first: Frame, secon
         for loop in reversed(source.loops_at(line)):
             if not _holds(loop, other) and other > loop.lineno:
                 ways = list(ways_out(source, loop))
+                handler = find_handler(source, line) if not ways else None
+                if handler is not None:
+                    return Fork("loop-left", inner.rank, outer.rank, handler, handler, 1, source.site(loop))
                 if not ways:
                     return Fork("loop-left", inner.rank, outer.rank, source.site(loop), None, 0, source.site(loop))
                 chosen = next((way for way in ways if _LOCAL_VALUE.search(_text(source, way))), ways[0])
@@ -168,6 +171,22 @@ def _belongs_to(source: Source, node: ast.AST, loop: Loop) -> bool:
 
 def _text(source: Source, node: ast.AST) -> str:
     return ast.unparse(node.test) if isinstance(node, (ast.If, ast.While)) else source.site(node).source
+
+
+def find_handler(source: Source, line: int, depth: int = 3) -> CallSite | None:
+    """The `except` around a line, or around a call of the function that holds it, which does not raise again."""
+    for node in source.enclosing(line):
+        if isinstance(node, ast.Try) and node.body[0].lineno <= line <= (node.body[-1].end_lineno or 0):
+            for handler in node.handlers:
+                if not any(isinstance(part, ast.Raise) for part in ast.walk(handler)):
+                    return source.site(handler)
+    name = getattr(source.function_at(line), "name", None)
+    for call in ast.walk(source.tree) if name and depth else ():
+        if isinstance(call, ast.Call) and getattr(call.func, "id", getattr(call.func, "attr", None)) == name:
+            found = find_handler(source, call.lineno, depth - 1)
+            if found is not None:
+                return found
+    return None
 
 
 def rank_condition(source: Source, line: int) -> ast.AST | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-from instep.diagnose.branches import conditions_of
+from instep.diagnose.branches import conditions_of, find_handler
 from instep.diagnose.pairing import Mispairing
 from instep.diagnose.run_view import RankView, RunView, short
 from instep.diagnose.slices import call_at, definitions
@@ -101,22 +101,6 @@ def _explain_not_reached(operation: str, site: CallSite) -> tuple[CallSite, str]
                 f"{operation} at {short(site)} runs once per entry of what the loop goes over, and {short(grown)} adds an entry only sometimes.",
             )
     return site, ""
-
-
-def find_handler(source: Source, line: int, depth: int = 3) -> CallSite | None:
-    """The `except` around a line, or around a call of the function that holds it, which does not raise again."""
-    for node in source.enclosing(line):
-        if isinstance(node, ast.Try) and node.body[0].lineno <= line <= (node.body[-1].end_lineno or 0):
-            for handler in node.handlers:
-                if not any(isinstance(part, ast.Raise) for part in ast.walk(handler)):
-                    return source.site(handler)
-    name = getattr(source.function_at(line), "name", None)
-    for call in ast.walk(source.tree) if name and depth else ():
-        if isinstance(call, ast.Call) and getattr(call.func, "id", getattr(call.func, "attr", None)) == name:
-            found = find_handler(source, call.lineno, depth - 1)
-            if found is not None:
-                return found
-    return None
 
 
 def find_conditional_growth(source: Source, expression: ast.AST, function: Function) -> CallSite | None:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from instep.diagnose.branches import ways_out
+from instep.diagnose.branches import find_handler, ways_out
 from instep.diagnose.data_facts import find_uneven_lap, made_uneven_at
 from instep.diagnose.rules.hang.uneven_batches import cite_counts, describe_counts
 from instep.diagnose.run_view import Frame, RankView, RunView, short
@@ -61,9 +61,10 @@ def check(run: RunView) -> Iterator[Finding]:
 
 
 def _way_out(victim: RankView) -> CallSite | None:
-    """The condition that ends the loop in which the victim still was."""
+    """What ends the loop in which the victim still was: a condition, or an exception that is caught around it."""
     for frame in victim.main_frames:
-        site = _way_out_of(frame)
+        source = load(frame.file)
+        site = _way_out_of(frame) or (find_handler(source, frame.line, 0) if source is not None else None)
         if site is not None:
             return site
     return None
