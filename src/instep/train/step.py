@@ -66,8 +66,10 @@ class Step:
                 for trained in run._trained:
                     trained.reducer.begin_micro_batch(batch.slot - first, position == last)
                 before = self._backwards
-                yield batch.data
-                self._with_backward += self._backwards > before
+                try:
+                    yield batch.data
+                finally:
+                    self._with_backward += self._backwards > before
                 run._buffers.end()
         finally:
             self._current = None
