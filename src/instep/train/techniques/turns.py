@@ -92,6 +92,7 @@ class Turns:
                 "least one sample in the first step after the start: a larger dataset, fewer ranks, drop_last=True, or a "
                 "checkpoint of another step."
             )
+        kept = [(buffer, buffer.clone()) for buffer in self._model.buffers()]  # running statistics take no part
         self._replaying = True
         try:
             with torch.set_grad_enabled(trains):
@@ -100,6 +101,9 @@ class Turns:
         finally:
             self._replaying = False
         self._send_zeros()
+        with torch.no_grad():
+            for buffer, value in kept:
+                buffer.copy_(value)
 
     def _send_zeros(self) -> None:
         self._replaying = True
