@@ -64,6 +64,12 @@ def read_names(text: str) -> list[str]:
     return [name.strip() for name in text.split(",") if name.strip()]
 
 
+def read_step_count(text: str) -> int:
+    if not text.strip().isdecimal() or int(text) < 1:
+        raise UsageError(f"{text!r} has to be a whole number of steps, at least 1.")
+    return int(text)
+
+
 def one_of(*allowed: str) -> Callable[[str], str]:
     def read(text: str) -> str:
         if text not in allowed:
@@ -86,6 +92,8 @@ ROWS = (
         "whether ranks are forked from one process that has imported torch"),
     Row("quiet_ranks", "INSTEP_QUIET_RANKS", "quiet-ranks", False, read_switch, "instep run --quiet-ranks",
         "show the output of rank 0 only; that of all ranks is in the run directory"),
+    Row("keep_every", "INSTEP_KEEP_EVERY", "keep-every", None, read_step_count, None,
+        "checkpoints of steps that this number divides stay for good; without it only the last and the best do"),
     Row("set", "INSTEP_SET", None, {}, read_object, "instep run --set",
         "arguments of instep.Run that beat the script's, as a JSON object of texts"),
     Row("trackers", "INSTEP_TRACKERS", "trackers", [], read_names, None,

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from instep.errors import CheckpointError, UsageError
+from instep.settings import read_setting
 from instep.train.checkpoint.encode import decode_state, encode_state, tensor_names
 from instep.train.checkpoint.saved import Saved
 from instep.train.checkpoint.state import capture
@@ -28,7 +29,8 @@ def open_checkpoints(run: Run) -> Checkpoints | None:
     arguments, world = run._arguments, run._entered()
     if arguments.dir is None:
         return None
-    return Checkpoints(arguments.dir, world, keep=arguments.keep, say=run._observer.say)
+    keep_every = read_setting("keep_every").value
+    return Checkpoints(arguments.dir, world, keep=arguments.keep, keep_every=keep_every, say=run._observer.say)
 
 
 def close_checkpoints(run: Run, failed: bool) -> None:

@@ -88,3 +88,15 @@ def test_says_nothing_of_a_whole_step(capsys: pytest.CaptureFixture[str]) -> Non
                 step.backward(model(x).mean())
             step.update()
     assert "without step.backward" not in capsys.readouterr().err
+
+
+def test_every_kth_checkpoint_stays_for_good(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("INSTEP_KEEP_EVERY", "4")
+    with instep.Run(global_batch=4, dir=tmp_path, checkpoint_every=2, keep=1) as run:
+        model = nn.Linear(2, 1)
+        run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        for step in run.steps(run.loader(TensorDataset(torch.ones(16, 2))), steps=10):
+            for (x,) in step:
+                step.backward(model(x).mean())
+            step.update()
+    assert {path.name for path in (tmp_path / "checkpoints").glob("step-*")} == {"step-4", "step-8", "step-10"}
