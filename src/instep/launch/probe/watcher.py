@@ -20,6 +20,7 @@ from instep.records import recording as layout
 from instep.records.run_dir import write_json
 
 _EVERY_SECONDS = 0.2
+_END_SECONDS = 2.0
 _COMPILERS = ("torch._dynamo", "torch._inductor", "torch/_dynamo/", "torch/_inductor/")
 
 
@@ -33,7 +34,8 @@ class Watcher:
         self._last_call: tuple[int, int] = (0, 0)
         self._forwards = 0
         self._lines: Counter[tuple[str, int]] = Counter()
-        atexit.register(self._note_lines)
+        self._stop = threading.Event()
+        atexit.register(self._end)
 
     def start(self) -> None:
         if self._thread is None:
@@ -41,10 +43,16 @@ class Watcher:
             self._thread.start()
 
     def _run(self) -> None:
-        while True:
-            time.sleep(_EVERY_SECONDS)
+        while not self._stop.wait(_EVERY_SECONDS):
             self._look()
             self._answer()
+
+    def _end(self) -> None:
+        """Before the interpreter goes: a thread that comes back from C++ into an interpreter that has ended can hang it."""
+        self._stop.set()
+        if self._thread is not None:
+            self._thread.join(_END_SECONDS)
+        self._note_lines()
 
     @contained
     def _look(self) -> None:
