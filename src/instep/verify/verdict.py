@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache
@@ -30,6 +31,10 @@ class Verdict:
     notes: list[str] = field(default_factory=list[str])
 
     def as_json(self) -> dict[str, Any]:
+        """What JSON cannot hold, infinities and what is not a number, is null."""
+        return _finite(self._as_json())
+
+    def _as_json(self) -> dict[str, Any]:
         return {
             "verdict": self.kind,
             "reference_processes": self.reference_size,
@@ -46,6 +51,14 @@ class Verdict:
                 for each in self.comparisons
             ],
         }
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def judge(runs: list[Run], exact: bool, repeat: Callable[[], Record]) -> Verdict:

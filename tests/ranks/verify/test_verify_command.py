@@ -93,4 +93,4 @@ for step in range(10):
 """
     ended = verify(tmp_path, "--steps", "3", "--timeout", "15", script(tmp_path, text))
     assert ended.returncode in (1, 3)
-    assert "the run on 2 processes had not ended after 15 s (--timeout)" in ended.stdout
+    assert "had not ended after 15 s (--timeout)" in ended.stdout  # on a slow machine not even with one process

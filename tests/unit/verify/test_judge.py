@@ -208,6 +208,14 @@ def test_what_is_printed(tmp_path: Path) -> None:
     ]
 
 
+def test_a_loss_that_is_no_number_in_one_process_is_not_judged(tmp_path: Path) -> None:
+    passes = [{"loss": float("nan"), "scale": 1.0, "divisor": None, "synced": True, "line": "train.py:9"}]
+    verdict = verdict_on(tmp_path, two(backwards=passes), [step(backwards=passes)])
+    assert verdict.kind == "not judged"
+    assert verdict.questions[0].startswith("The loss of step 1 is nan on one process already")
+    assert json.loads(json.dumps(verdict.as_json(), allow_nan=False))["verdict"] == "not judged"
+
+
 def test_it_goes_into_json(tmp_path: Path) -> None:
     told = json.loads(json.dumps(verdict_on(tmp_path, two(rates=[0.2])).as_json()))
     assert told["verdict"] == "parted"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -71,6 +72,12 @@ def _judge_step(result: Comparison, pair: Pair, row: StepRow, exact: bool) -> No
     if not _same_rates(row):
         cause = why_rates(pair, row)
         result.partings.append(Parting(row.step, "learning rate", "runs", pair.other.world_size, cause))
+        return
+    if not all(loss is None or math.isfinite(loss) for loss in row.losses[:1]):
+        result.open_questions.append(
+            f"The loss of step {row.step} is {row.losses[0]} on {processes(pair.reference.world_size)} already; nothing can "
+            "be compared from there on. Make the script train there first; `instep run` says where the number comes from."
+        )
         return
     rights = _what_differs_by_rights(pair)
     if rights:

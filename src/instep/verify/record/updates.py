@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy
 import torch
 import torch.distributed as dist
 from torch.optim import lr_scheduler
@@ -79,27 +80,14 @@ def _before(recording: Recording, steps: Steps, scaling: Scaling, optimizer: tor
     is_first = id(optimizer) not in recording.optimizers
     if is_first:
         recording.optimizers.append(id(optimizer))
-    capture_reduced(recording, parameters.values())
-    whole = {name: p for name, p in parameters.items() if not is_piece(p)}
-    gradients = {name: p.grad for name, p in whole.items() if p.grad is not None}
-    factor = 1.0 / float(getattr(optimizer, "grad_scale", None) or 1.0)  # a fused optimizer unscales while it reads
     changed = [n for n, p in parameters.items() if id(p) in steps.bits and steps.bits[id(p)] != digest(p)]
-    arrays = {f"applied/{name}": print_tensor(gradient) * factor for name, gradient in gradients.items()}
-    for name, parameter in parameters.items():
-        if name not in whole:
-            arrays[f"applied/{name}"] = print_tensor(gather_whole(parameter, parameter.grad)) * factor
-    scale = scaling.factor if any(one["scale"] != 1.0 for one in recording.step["backwards"]) else 1.0
-    if recording.uses_run:  # what it multiplies into a fused step is part of the gradient; a loss scale is not
-        arrays |= {f"reduced/{name}": arrays[f"applied/{name}"] for name in gradients}
-        scale = 1.0
-    else:
-        reduced, local = recording.reduced, recording.local
-        arrays |= {f"reduced/{n}": reduced.get(id(p), arrays.get(f"applied/{n}")) for n, p in parameters.items()
-                   if f"applied/{n}" in arrays}  # fmt: skip
-        arrays |= {f"local/{n}": local[id(p)] for n, p in parameters.items() if id(p) in local}
+    capture_reduced(recording, parameters.values())
+    factor = 1.0 / float(getattr(optimizer, "grad_scale", None) or 1.0)  # a fused optimizer unscales while it reads
+    steps.arrays = _print_gradients(recording, parameters, factor)
     if is_first or changed:
-        arrays |= prints_of("start", parameters)
-    steps.arrays = arrays
+        steps.arrays |= prints_of("start", parameters)
+    is_scaled = not recording.uses_run and any(one["scale"] != 1.0 for one in recording.step["backwards"])
+    gradients = {n: p.grad for n, p in parameters.items() if p.grad is not None and not is_piece(p)}
     steps.facts = {
         "optimizer": recording.optimizers.index(id(optimizer)),
         "optimizer_kind": type(optimizer).__name__,
@@ -110,11 +98,30 @@ def _before(recording: Recording, steps: Steps, scaling: Scaling, optimizer: tor
         "shapes": [list(p.shape) for p in parameters.values()],
         "dtypes": sorted({str(p.dtype).removeprefix("torch.") for p in parameters.values()}),
         "rates": [float(group["lr"]) for group in optimizer.param_groups if "lr" in group],
-        "scale": scale,
+        "scale": scaling.factor if is_scaled else 1.0,
         "changed": changed,
-        "gradient_bits": digests_of({n: g for n, g in gradients.items() if factor == 1.0}),
+        "gradient_bits": digests_of(gradients) if factor == 1.0 else {},
         **_describe_wrapping(recording, parameters),
     }
+
+
+def _print_gradients(
+    recording: Recording, parameters: dict[str, torch.nn.Parameter], factor: float
+) -> dict[str, numpy.ndarray[Any, Any]]:
+    """`applied`: as the optimizer uses them; `reduced`: before clipping and unscaling; `local`: this rank's own."""
+    arrays: dict[str, numpy.ndarray[Any, Any]] = {}
+    for name, parameter in parameters.items():
+        if is_piece(parameter):
+            arrays[f"applied/{name}"] = print_tensor(gather_whole(parameter, parameter.grad)) * factor
+        elif parameter.grad is not None:
+            arrays[f"applied/{name}"] = print_tensor(parameter.grad) * factor
+        if f"applied/{name}" in arrays:
+            applied, taken = arrays[f"applied/{name}"], recording.reduced.get(id(parameter))
+            # What instep.Run multiplies into a fused step is part of its gradient; a loss scale is not.
+            arrays[f"reduced/{name}"] = applied if recording.uses_run or taken is None else taken
+        if id(parameter) in recording.local:
+            arrays[f"local/{name}"] = recording.local[id(parameter)]
+    return arrays
 
 
 def _is_sharded(parameters: dict[str, torch.nn.Parameter]) -> bool:
