@@ -24,7 +24,7 @@ _context.set_forkserver_preload(["torch", "torch.distributed", "torch._dynamo"])
 
 
 def run_ranks(
-    function: Callable[..., Any], size: int, *arguments: Any, timeout_seconds: float = 60, may_die: tuple[int, ...] = ()
+    function: Callable[..., Any], size: int, *arguments: Any, timeout_seconds: float = 150, may_die: tuple[int, ...] = ()
 ) -> list[Any]:
     """function(rank, size, *arguments) on `size` ranks of a gloo group; module-level, as it is pickled.
 
@@ -74,7 +74,7 @@ def _rank(pipe: Connection, store: str, rank: int, size: int, function: Callable
     torch.set_num_threads(1)
     try:
         dist.init_process_group(
-            "gloo", store=dist.FileStore(store, size), rank=rank, world_size=size, timeout=timedelta(seconds=30)
+            "gloo", store=dist.FileStore(store, size), rank=rank, world_size=size, timeout=timedelta(seconds=100)
         )
         answer = None, function(rank, size, *arguments)
     except BaseException:  # noqa: BLE001 - whatever it was, the test has to show it
