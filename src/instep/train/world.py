@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, cast
@@ -180,4 +181,7 @@ def _next_store(place: Place) -> dist.Store:
 def leave_world(world: World) -> None:
     """Gives up the groups that `join_world` made, without waiting for anyone."""
     if world.owns_group and dist.is_initialized():
+        if world.size > 1:
+            # torch 2.13 joins gloo's threads with the GIL held; one that still ends a backward's last work needs it.
+            time.sleep(0.02)
         dist.destroy_process_group()
