@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from instep.launch.linux import list_children, read_command
+from instep.launch.linux import list_children
 from launching import Launcher, Watched
 
 # Two ranks blocked in a collective that the third does not enter, each with a grandchild of its own session.
@@ -128,12 +128,16 @@ def find_process(process: subprocess.Popen[str], who: str) -> int:
     """One of the launcher's processes: by its parent and what it runs."""
     if who == "launcher":
         return process.pid
-    zygote = next(pid for pid in list_children(process.pid) if "start.py zygote" in read_command(pid))
+    zygote = next(pid for pid in list_children(process.pid) if b"start.py\0zygote" in read_arguments(pid))
     if who == "zygote":
         return zygote
     children = {pid: Path(f"/proc/{pid}/environ").read_bytes() for pid in list_children(zygote)}
     ranks = [pid for pid in children if open_files(pid) & {"crash.txt"}]
     return min(ranks) if who == "rank" else next(pid for pid in children if pid not in ranks)
+
+
+def read_arguments(pid: int) -> bytes:
+    return Path(f"/proc/{pid}/cmdline").read_bytes()
 
 
 def open_files(pid: int) -> set[str]:
