@@ -2,18 +2,124 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from instep.errors import RanksDisagree, UsageError
-from instep.records.choice import Choice
+from instep.records.parallel import Parallel, fit, read_parallel
+from instep.train.fused import choose_fused
+from instep.train.mesh import build_mesh
+from instep.train.parts import check_optimizer, check_plain, check_scheduler, loose_parameters
 from instep.train.precision import autocast_forward
+from instep.train.reduce.choose import choose_reducer, choose_transport
+from instep.train.reduce.reducer import Reducer
+from instep.train.reduce.shard_reducer import ShardReducer
+from instep.train.techniques.shard import check_shardable, follow_sharding, shard_parameters
+from instep.train.techniques.sync_batch_norm import convert_sync_batch_norm
+from instep.train.update import Scheduler, Trained, count_steps
 from instep.train.world import World
+
+if TYPE_CHECKING:
+    from instep.train.run import Run
+
+EVERY = ("step", "epoch")
+
+
+def prepare_parts(
+    run: Run, model: nn.Module, optimizer: Any, scheduler: Any, every: str, sync_batch_norm: bool, parallel: Any
+) -> Any:
+    """What `run.prepare` returns: the same objects, now parts of the run. Every rank must call it."""
+    world = run._entered()
+    split = fit(run._arguments.parallel if parallel is None else read_parallel(parallel), world.size)
+    if every not in EVERY:
+        raise UsageError(f"schedule_every={every!r} is not possible. Allowed: 'step', 'epoch'.")
+    check_scheduler(scheduler, optimizer)
+    check_plain(model)
+    if optimizer is not None:
+        check_optimizer(optimizer, [*run._models, model])
+    if sync_batch_norm and run._slots.count != world.size:
+        fitting = run._arguments.global_batch / world.size
+        raise UsageError(
+            f"sync_batch_norm=True takes its statistics over the global batch at once, so each rank has to hold one "
+            f"micro-batch: {run._slots.count} micro-batches on {world.size} ranks do not. Set micro_batch to "
+            f"global_batch / ranks = {fitting:g}, or leave sync_batch_norm out."
+        )
+    name = f"model {len(run._models)}"
+    run._hooks += prepare_model(model, world, run._group, run._dtype, name)
+    if sync_batch_norm:
+        convert_sync_batch_norm(model, world.new_group())
+        run._spread_short_steps = True
+    run._models.append(model)
+    run._buffers.add(model)
+    if split.shard != 1:
+        _shard(run, model, optimizer, split)
+    if optimizer is None:
+        return model
+    run._trained.append(_take_optimizer(run, model, optimizer, scheduler, every, split, name))
+    return (model, optimizer) if scheduler is None else (model, optimizer, scheduler)
+
+
+def _shard(run: Run, model: nn.Module, optimizer: torch.optim.Optimizer | None, split: Parallel) -> None:
+    check_shardable(run._arguments)
+    before = dict(model.named_parameters())
+    shard_parameters(model, build_mesh(split, run._entered()), gathered=split.gathered)
+    run._is_sharded, run._first_reference = True, run._arguments.micro_batch
+    if optimizer is not None:
+        follow_sharding(optimizer, before, dict(model.named_parameters()))
+
+
+def _take_optimizer(
+    run: Run,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    scheduler: Any,
+    every: str,
+    split: Parallel,
+    name: str,
+) -> Trained:
+    world = run._entered()
+    loose = loose_parameters(optimizer, run._models)
+    for parameter in loose.values():
+        parameter.data = parameter.data.to(world.device)
+    broadcast_weights(loose, world, run._group, f"the optimizer of {name}")
+    follow_parameters(optimizer, world.device)
+    choice = choose_fused(optimizer, run._models)
+    if choice is not None:
+        run._observer.say(str(choice))
+    parameters = _order_parameters(run, optimizer, loose, f"run.prepare of {name}")
+    reducer: Reducer | ShardReducer
+    if split.shard != 1:
+        assert split.replicate is not None
+        reducer = ShardReducer(model, parameters, world, split.replicate)
+    else:
+        compress = run._arguments.compress
+        transport = choose_transport(compress, run._exact, world, run._observer.say)
+        reducer = choose_reducer(parameters, transport, compress, run._exact, run._slots, world)
+    trained = Trained(optimizer, reducer, parameters)
+    trained.guard_step()
+    if scheduler is not None:
+        plateau = isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)
+        trained.schedulers.append(Scheduler(scheduler, "value" if plateau else every, count_steps(scheduler)))
+    return trained
+
+
+def _order_parameters(
+    run: Run, optimizer: torch.optim.Optimizer, loose: dict[str, nn.Parameter], what: str
+) -> list[nn.Parameter]:
+    """The optimizer's parameters in rank 0's order, matched by name."""
+    names = {id(p): key for key, p in loose.items()}
+    for number, model in enumerate(run._models):
+        names.update({id(p): f"{number}.{key}" for key, p in model.named_parameters()})
+    by_name = {names[id(p)]: p for group in optimizer.param_groups for p in group["params"]}
+    order = run._entered().broadcast_object(list(by_name), what)
+    if sorted(order) != sorted(by_name):
+        of = what.removeprefix("run.prepare of ")
+        raise RanksDisagree(f"The ranks came with different optimizers for {of}: their parameters are not the same.")
+    return [by_name[key] for key in order]
 
 
 def prepare_model(
@@ -29,16 +135,8 @@ def prepare_model(
     return autocast_forward(model, world.device.type, dtype) if dtype is not None else []
 
 
-def check_plain(model: object) -> None:
-    if not isinstance(model, nn.Module):
-        raise UsageError(f"run.prepare got a {type(model).__name__} as its model; it takes a torch.nn.Module.")
-    wrapped = type(model).__name__
-    if wrapped in ("DistributedDataParallel", "DataParallel", "FullyShardedDataParallel"):
-        raise UsageError(f"run.prepare got a {wrapped}: it wants the plain model, and does the wrapper's work itself.")
-
-
 def broadcast_weights(
-    tensors: dict[str, torch.Tensor], world: World, group: dist.ProcessGroup | None, name: str
+    tensors: Mapping[str, torch.Tensor], world: World, group: dist.ProcessGroup | None, name: str
 ) -> None:
     """Gives every rank rank 0's values, by name. Raises RanksDisagree, naming the first difference."""
     if world.size == 1:
@@ -76,96 +174,9 @@ def _describe(key: str, value: Any) -> str:
     return f"{key} of shape {list(shape)}, {dtype.removeprefix('torch.')}, requires_grad={requires_grad}"
 
 
-def check_optimizer(optimizer: object, models: Iterable[nn.Module]) -> None:
-    """models: those prepared so far, the one that comes with the optimizer last."""
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise UsageError(
-            f"run.prepare got a {type(optimizer).__name__} as its optimizer; it takes a torch.optim.Optimizer."
-        )
-    if isinstance(optimizer, torch.optim.LBFGS):
-        raise UsageError(
-            "run.prepare cannot take LBFGS: it calls the model again within a step. Take a first-order optimizer."
-        )
-    if not any(p.requires_grad for group in optimizer.param_groups for p in group["params"]):
-        raise UsageError(
-            "run.prepare got an optimizer without a parameter that requires a gradient: nothing would be trained."
-        )
-    models = list(models)
-    taken = sum(len(group["params"]) for group in optimizer.param_groups)
-    trainable = any(p.requires_grad for p in models[-1].parameters())  # a frozen model may go with a learned prompt
-    if trainable and len(loose_parameters(optimizer, models)) == taken:
-        raise UsageError(
-            f"run.prepare got an optimizer that holds no parameter of its model, a {type(models[-1]).__name__}, so that would "
-            "not be trained. Make it from model.parameters() after the last change of the model's parameters."
-        )
-
-
-def check_scheduler(scheduler: object, optimizer: torch.optim.Optimizer | None) -> None:
-    if scheduler is None:
-        return
-    if optimizer is None:
-        raise UsageError(
-            "run.prepare got a scheduler without its optimizer: give both, run.prepare(model, optimizer, scheduler)."
-        )
-    if isinstance(scheduler, type) or not callable(getattr(scheduler, "step", None)):
-        raise UsageError(
-            f"run.prepare got a {type(scheduler).__name__} as its scheduler; it takes one of torch.optim.lr_scheduler, or "
-            "an object with step()."
-        )
-    if getattr(scheduler, "optimizer", optimizer) is not optimizer:
-        raise UsageError(
-            f"run.prepare got a {type(scheduler).__name__} of another optimizer, so this one's learning rate would stay as it "
-            "is. Give the two that belong together."
-        )
-
-
 def follow_parameters(optimizer: torch.optim.Optimizer, device: torch.device) -> None:
     """Moves optimizer state that was made before the model moved."""
     for state in optimizer.state.values():
         for key, value in state.items():
             if isinstance(value, torch.Tensor) and key != "step":
                 state[key] = value.to(device)
-
-
-def choose_fused(optimizer: torch.optim.Optimizer, models: Iterable[nn.Module]) -> Choice | None:
-    """Turns on the fused kernel where it is safe and nobody chose otherwise: 3x faster in AdamW on CPU, same formula."""
-    kinds = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
-    if type(optimizer) not in kinds or not all(map(_may_fuse, optimizer.param_groups)):
-        return None
-    if any(getattr(module, "sparse", False) is True for model in models for module in model.modules()):
-        return None  # fused kernels take no sparse gradients
-    sharded = any(isinstance(p, DTensor) for group in optimizer.param_groups for p in group["params"])
-    if sharded and not isinstance(optimizer, torch.optim.Adam):
-        return None  # torch 2.13 has the fused kernels of Adam and AdamW only for sharded parameters
-    for group in optimizer.param_groups:
-        group["fused"] = True
-    optimizer.defaults["fused"] = True
-    optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]  # as its own fused=True sets
-    kind = type(optimizer).__name__
-    return Choice("fused", True, f"{kind} steps in one pass over memory, by the same formula", f"{kind}(fused=False)")
-
-
-def _may_fuse(group: dict[str, Any]) -> bool:
-    return (
-        group.get("fused", False) is None
-        and group.get("foreach") is None
-        and not any(group.get(name) for name in ("differentiable", "capturable"))
-        and not isinstance(group.get("lr"), torch.Tensor)
-        and all(_fits(p) for p in group["params"])
-    )
-
-
-def _fits(parameter: torch.Tensor) -> bool:
-    kinds = ("cpu", "cuda")
-    return parameter.is_floating_point() and parameter.layout == torch.strided and parameter.device.type in kinds
-
-
-def loose_parameters(optimizer: torch.optim.Optimizer, models: Iterable[nn.Module]) -> dict[str, torch.Tensor]:
-    """The optimizer's parameters that belong to no prepared model, by group and place."""
-    known = {id(p) for model in models for p in model.parameters()}
-    return {
-        f"param_groups[{g}][{i}]": p
-        for g, group in enumerate(optimizer.param_groups)
-        for i, p in enumerate(group["params"])
-        if id(p) not in known
-    }

@@ -15,7 +15,6 @@ from torch import nn
 
 from instep import settings
 from instep.errors import RanksDisagree, UsageError
-from instep.records.parallel import Parallel, fit, read_parallel
 from instep.train import keeping, seeds
 from instep.train.arguments import Arguments, read_arguments
 from instep.train.buffers import Buffers
@@ -24,33 +23,16 @@ from instep.train.data.loader import Epoch, Loader, build_loader
 from instep.train.evaluate import evaluation_batches
 from instep.train.exactness import be_deterministic, check_exact_sizes
 from instep.train.loop import loop_steps
-from instep.train.mesh import build_mesh
 from instep.train.observe.observer import Observer
 from instep.train.peers import name_peers
 from instep.train.position import Position
 from instep.train.precision import LossScale, read_precision
-from instep.train.prepare import (
-    broadcast_weights,
-    check_optimizer,
-    check_plain,
-    check_scheduler,
-    choose_fused,
-    follow_parameters,
-    loose_parameters,
-    prepare_model,
-)
-from instep.train.reduce.choose import choose_reducer, choose_transport
-from instep.train.reduce.reducer import Reducer
-from instep.train.reduce.shard_reducer import ShardReducer
+from instep.train.prepare import prepare_parts
 from instep.train.slots import plan_slots
 from instep.train.step import Step
-from instep.train.techniques.shard import check_shardable, follow_sharding, shard_parameters
-from instep.train.techniques.sync_batch_norm import convert_sync_batch_norm
 from instep.train.totals import local_terms, mean_of, sum_of
-from instep.train.update import Scheduler, Trained, count_steps
+from instep.train.update import Trained
 from instep.train.world import World, join_world, leave_world
-
-EVERY = ("step", "epoch")
 
 
 class Run:
@@ -146,6 +128,7 @@ class Run:
         self._next_reference: float | None = None
         self._first_reference = arguments.micro_batch if arguments.exact else None  # None: slot 0's weight
         self._is_sharded = False
+        self._spread_short_steps = False  # over all slots, for statistics over the global batch
         self._stop_agreed = False
         self._saved_index: int | None = None  # of the step after the last checkpoint
         self._choose_threads(arguments, world)
@@ -235,87 +218,7 @@ class Run:
 
         Raises UsageError for what cannot be trained, RanksDisagree when the ranks came with different models.
         """
-        world = self._entered()
-        split = fit(self._arguments.parallel if parallel is None else read_parallel(parallel), world.size)
-        if schedule_every not in EVERY:
-            raise UsageError(f"schedule_every={schedule_every!r} is not possible. Allowed: 'step', 'epoch'.")
-        check_scheduler(scheduler, optimizer)
-        check_plain(model)
-        if optimizer is not None:
-            check_optimizer(optimizer, [*self._models, model])
-        if sync_batch_norm and self._slots.count != world.size:
-            fitting = self._arguments.global_batch / world.size
-            raise UsageError(
-                f"sync_batch_norm=True takes its statistics over the global batch at once, so each rank has to hold one "
-                f"micro-batch: {self._slots.count} micro-batches on {world.size} ranks do not. Set micro_batch to "
-                f"global_batch / ranks = {fitting:g}, or leave sync_batch_norm out."
-            )
-        name = f"model {len(self._models)}"
-        self._hooks += prepare_model(model, world, self._group, self._dtype, name)
-        if sync_batch_norm:
-            convert_sync_batch_norm(model, world.new_group())
-            self._spread_short_steps = True
-        self._models.append(model)
-        self._buffers.add(model)
-        if split.shard != 1:
-            self._shard(model, optimizer, split)
-        if optimizer is None:
-            return model
-        self._trained.append(self._take_optimizer(model, optimizer, scheduler, schedule_every, split, name))
-        return (model, optimizer) if scheduler is None else (model, optimizer, scheduler)
-
-    _spread_short_steps = False
-
-    def _shard(self, model: nn.Module, optimizer: torch.optim.Optimizer | None, split: Parallel) -> None:
-        check_shardable(self._arguments)
-        before = dict(model.named_parameters())
-        shard_parameters(model, build_mesh(split, self._entered()), gathered=split.gathered)
-        self._is_sharded, self._first_reference = True, self._arguments.micro_batch
-        if optimizer is not None:
-            follow_sharding(optimizer, before, dict(model.named_parameters()))
-
-    def _take_optimizer(
-        self,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        scheduler: Any,
-        every: str,
-        split: Parallel,
-        name: str,
-    ) -> Trained:
-        world = self._entered()
-        loose = loose_parameters(optimizer, self._models)
-        for parameter in loose.values():
-            parameter.data = parameter.data.to(world.device)
-        broadcast_weights(loose, world, self._group, f"the optimizer of {name}")
-        follow_parameters(optimizer, world.device)
-        choice = choose_fused(optimizer, self._models)
-        if choice is not None:
-            self._observer.say(str(choice))
-        names = {id(p): key for key, p in loose.items()}
-        for number, model in enumerate(self._models):
-            names.update({id(p): f"{number}.{key}" for key, p in model.named_parameters()})
-        by_name = {names[id(p)]: p for group in optimizer.param_groups for p in group["params"]}
-        order = world.broadcast_object(list(by_name), f"run.prepare of {name}")
-        if sorted(order) != sorted(by_name):
-            raise RanksDisagree(
-                f"The ranks came with different optimizers for {name}: their parameters are not the same."
-            )
-        parameters = [by_name[key] for key in order]
-        reducer: Reducer | ShardReducer
-        if split.shard != 1:
-            assert split.replicate is not None
-            reducer = ShardReducer(model, parameters, world, split.replicate)
-        else:
-            compress = self._arguments.compress
-            transport = choose_transport(compress, self._exact, world, self._observer.say)
-            reducer = choose_reducer(parameters, transport, compress, self._exact, self._slots, world)
-        trained = Trained(optimizer, reducer, parameters)
-        trained.guard_step()
-        if scheduler is not None:
-            plateau = isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)
-            trained.schedulers.append(Scheduler(scheduler, "value" if plateau else every, count_steps(scheduler)))
-        return trained
+        return prepare_parts(self, model, optimizer, scheduler, schedule_every, sync_batch_norm, parallel)
 
     def loader(self, source: Any, **options: Any) -> Loader:
         """Batches of a dataset, of an iterable one, or of a DataLoader, the same for every number of ranks.
