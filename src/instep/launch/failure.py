@@ -81,7 +81,7 @@ def describe_error(error: dict[str, Any]) -> str:
 
 def _own_words(guilty: RankState, run_dir: RunDir) -> str:
     error = guilty.error
-    if error is not None and error["printed"] and not error["is_usage"]:  # by a hook of the user's, in its own way
+    if error is not None and guilty.announced and not error["is_usage"]:  # by a hook of the user's, or by us
         return f"{_summary(guilty)}{_at(error)}"
     if error is not None:
         return describe_error(error)
@@ -133,11 +133,12 @@ def _summary(rank: RankState) -> str:
 
 
 def _ranks_with_same_error(group: GroupState, guilty: RankState) -> list[RankState]:
-    """Ranks that raised the same error at the same place; numbers and addresses in its text may differ."""
-    if guilty.error is None:
-        return [guilty]
-    wanted = _signature(guilty.error)
-    return [rank for rank in group.failures if rank.error is not None and _signature(rank.error) == wanted]
+    return [guilty] if guilty.error is None else [rank for rank in group.failures if has_same_error(guilty, rank)]
+
+
+def has_same_error(one: RankState, other: RankState) -> bool:
+    """Whether both raised the same at the same place; numbers and addresses in its text may differ."""
+    return one.error is not None and other.error is not None and _signature(one.error) == _signature(other.error)
 
 
 def _signature(error: dict[str, Any]) -> tuple[str, str, str]:

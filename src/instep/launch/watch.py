@@ -24,7 +24,7 @@ from instep.launch import channel
 from instep.launch.agent_link import AgentLink
 from instep.launch.console import Console
 from instep.launch.decide import BeginStop, Decision, Finish, Restart, Send, TellAgent, Wait, decide
-from instep.launch.failure import describe_error, describe_failure
+from instep.launch.failure import describe_error, describe_failure, has_same_error, name_ranks
 from instep.launch.group_state import GroupState, RankState, Stop
 from instep.launch.rank_process import RankStarter
 from instep.launch.spawn import Zygote
@@ -138,8 +138,12 @@ class Watch:
         """An exception is shown at the end of the run; where the end does not come, it is shown now."""
         for rank in self.group.living:
             if rank.error is not None and not rank.announced and now - rank.error["time"] >= ANNOUNCE_SECONDS:
-                rank.announced = True
-                self.console.say(f"rank {rank.place.rank} has raised an exception, but its process has not ended:")
+                same = [other for other in self.group.living if has_same_error(rank, other)]
+                for other in same:
+                    other.announced = True
+                names = name_ranks(other.place.rank for other in same)
+                how = ("has", "its process has") if len(same) == 1 else ("have", "their processes have")
+                self.console.say(f"{names} {how[0]} raised an exception, but {how[1]} not ended:")
                 self.console.print_raw(describe_error(rank.error) + "\n")
 
     def on_signal(self, number: int) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -66,16 +65,16 @@ def save(run: Run, metric: float | None, best: str | None) -> None:
             "loss_scale": run._loss_scale.state_dict(),
             "reference": run._reference if run._next_reference is None else run._next_reference,
             "schedulers": [[s.scheduler.state_dict() for s in trained.schedulers] for trained in run._trained],
-            "state": run.state,
             "arguments": run._arguments.as_json(),
             "exact": read_facts(run._entered()) if run._exact else None,
         },
         "run",
     )
+    kept, values["state"] = encode_state(run.state, "run.state")
     own_tensors, streams = encode_state(_stream_states(run), "streams")
     remembered, memories = encode_state(_transport_states(run), "transports")
     checkpoints.save(
-        {**tensors, **more, **own_tensors, **remembered},
+        {**tensors, **more, **kept, **own_tensors, **remembered},
         {**training, "run": values},
         step=run._position.next_index,
         metric=metric,
@@ -121,13 +120,15 @@ def between_saves(run: Run) -> None:
         run._checkpoints.reserve(capture(*_parts(run))[0])
 
 
-def restore(run: Run, path: str | os.PathLike[str]) -> bool:
-    if str(path) == "latest" and run._checkpoints is None:
+def restore(run: Run, path: Path) -> bool:
+    """path: of a checkpoint, or `latest`."""
+    is_latest = str(path) == "latest"
+    if is_latest and run._checkpoints is None:
         return False
     checkpoints = _need_directory(run, f"run.restore({str(path)!r})")
-    if str(path) == "latest" and checkpoints.newest_good() is None:
+    if is_latest and checkpoints.newest_good() is None:
         return False
-    saved = checkpoints.open("latest" if str(path) == "latest" else Path(path))
+    saved = checkpoints.open("latest" if is_latest else path)
     _compare_arguments(run, saved)
     restore_state(saved, saved.values, *_parts(run))
     values = _decode(saved, saved.values["run"])
@@ -188,18 +189,18 @@ def _compare_arguments(run: Run, saved: Saved) -> None:
         )
 
 
-def load_weights(run: Run, path: str | os.PathLike[str], model: nn.Module | None, strict: bool) -> None:
+def load_weights(run: Run, path: Path, model: nn.Module | None, strict: bool) -> None:
     from instep.train.checkpoint.interchange import load_weights as load
 
     world, chosen = run._entered(), _which(run, model, "run.load_weights")
     name = next((str(number) for number, each in enumerate(run._models) if each is chosen), None)
-    load(chosen, Path(path), world, strict=strict, name=name, say=run._observer.say)
+    load(chosen, path, world, strict=strict, name=name, say=run._observer.say)
 
 
-def export_weights(run: Run, path: str | os.PathLike[str], model: nn.Module | None) -> None:
+def export_weights(run: Run, path: Path, model: nn.Module | None) -> None:
     from instep.train.checkpoint.interchange import export
 
-    export(_which(run, model, "run.export"), Path(path), run._entered())
+    export(_which(run, model, "run.export"), path, run._entered())
 
 
 def _which(run: Run, model: nn.Module | None, what: str) -> nn.Module:

@@ -18,6 +18,7 @@ from instep.errors import RanksDisagree, UsageError
 from instep.train import keeping, seeds
 from instep.train.arguments import Arguments, read_arguments
 from instep.train.buffers import Buffers
+from instep.train.call_arguments import check_module, check_sendable, read_flag, read_number, read_path, show
 from instep.train.checkpoint.store import Checkpoints
 from instep.train.data.loader import Epoch, Loader, build_loader
 from instep.train.evaluate import evaluation_batches
@@ -75,7 +76,7 @@ class Run:
             "keep": keep,
         }
         self._arguments: Arguments = read_arguments(settings.override_run_arguments(given))
-        self.state: dict[str, Any] = {}
+        self._state: dict[str, Any] = {}
         self._world: World | None = None
         self._evaluating = False
         self._stop_asked = False
@@ -202,6 +203,17 @@ class Run:
     def device(self) -> torch.device:
         return self._entered().device
 
+    @property
+    def state(self) -> dict[str, Any]:
+        """What the script wants kept in checkpoints: numbers, text, tensors, and lists and dicts of such."""
+        return self._state
+
+    @state.setter
+    def state(self, value: dict[str, Any]) -> None:
+        if not isinstance(value, dict):
+            raise UsageError(f"run.state got {show(value)}; it stays a dict: run.state['best'] = 0.9.")
+        self._state = value
+
     # -- models and data
 
     def prepare(
@@ -258,30 +270,36 @@ class Run:
 
     def mean(self, value: Any, weight: Any = 1) -> Any:
         """The mean over all ranks, weighted; value may be a list, one per batch, then weight too. Every rank calls it."""
-        terms = self._meet("run.mean", local_terms(value, weight))
+        terms = self._meet("run.mean", local_terms("run.mean", value, weight))
         return mean_of([pair for rank in terms for pair in rank])
 
     def sum(self, value: Any) -> Any:
         """The sum over all ranks. Every rank must call it."""
-        terms = self._meet("run.sum", local_terms(value, 1))
-        return sum_of([value for rank in terms for value, _ in rank])
+        terms = self._meet("run.sum", local_terms("run.sum", value, 1))
+        return sum_of("run.sum", [value for rank in terms for value, _ in rank])
 
     def gather(self, value: Any) -> list[Any]:
         """Every rank's object, in rank order, on every rank. Every rank must call it."""
+        check_sendable("run.gather", value)
         return self._meet("run.gather", value)
 
     def schedule(self, value: float) -> None:
         """Steps ReduceLROnPlateau schedulers with a value that is equal on all ranks, as run.mean gives. Every rank."""
-        values = self._meet("run.schedule", float(value))
-        if len(set(values)) > 1:
+        number = read_number("run.schedule", value, "the number to go by, such as run.mean(loss, weight)")
+        plateaus = [s for trained in self._trained for s in trained.schedulers if s.every == "value"]
+        if not plateaus:
+            raise UsageError(
+                "run.schedule has nothing to step: give run.prepare(model, optimizer, scheduler) a ReduceLROnPlateau first. "
+                "Other schedulers are stepped by step.update()."
+            )
+        values = self._meet("run.schedule", number)
+        if len(set(map(repr, values))) > 1:  # NaN is equal to itself here
             listed = ", ".join(f"{value:g}" for value in values)
             raise RanksDisagree(
                 f"run.schedule got different values on the ranks ({listed}): give it run.mean(value, weight)."
             )
-        for trained in self._trained:
-            for scheduler in trained.schedulers:
-                if scheduler.every == "value":
-                    scheduler.advance(value)
+        for plateau in plateaus:
+            plateau.advance(number)
 
     def _meet(self, what: str, value: Any) -> list[Any]:
         self._no_collective(what)
@@ -300,28 +318,36 @@ class Run:
     def save(self, metric: float | None = None, best: str | None = None) -> None:
         """Saves everything that was prepared, in the background. Every rank must call it."""
         self._no_collective("run.save")
-        keeping.save(self, metric, best)
+        number = None if metric is None else read_number("run.save", metric, "the metric as a number")
+        keeping.save(self, number, best)
 
     def restore(self, path: str | os.PathLike[str] = "latest") -> bool:
         """Continues from a checkpoint; False when there is none to continue from. Every rank must call it."""
         self._no_collective("run.restore")
-        return keeping.restore(self, path)
+        return keeping.restore(self, read_path("run.restore", path))
 
     def load_weights(self, path: str | os.PathLike[str], model: nn.Module | None = None, strict: bool = True) -> None:
         """Loads only weights, from any usual kind of file. model: which, when several were prepared."""
         self._no_collective("run.load_weights")
-        keeping.load_weights(self, path, model, strict)
+        check_module("run.load_weights", model)
+        strict = read_flag("run.load_weights", "strict", strict)
+        keeping.load_weights(self, read_path("run.load_weights", path), model, strict)
 
     def export(self, path: str | os.PathLike[str], model: nn.Module | None = None) -> None:
         """Writes one plain safetensors file with plain names. Every rank must call it."""
         self._no_collective("run.export")
-        keeping.export_weights(self, path, model)
+        check_module("run.export", model)
+        keeping.export_weights(self, read_path("run.export", path), model)
 
     # -- words
 
-    def log(self, **metrics: Any) -> None:
+    def log(self, *unnamed: Any, **metrics: Any) -> None:
         """Adds numbers to this step's line in metrics.jsonl and to the trackers (rank 0's values)."""
         self._entered()
+        if unnamed:
+            raise UsageError(
+                f"run.log got {show(unnamed[0])} without a name: write run.log(name=value), or run.log(**metrics) for a dict."
+            )
         self._observer.log(metrics)
 
     def print(self, *args: Any, **kwargs: Any) -> None:

@@ -51,6 +51,16 @@ def test_equal_errors_are_told_once(tmp_path: Path) -> None:
     assert text.count("KeyError") == 1
 
 
+def test_a_traceback_that_was_shown_while_the_process_ended_is_not_shown_again(tmp_path: Path) -> None:
+    rank = failed(0, 1, type="KeyError", message="'x'")
+    rank.announced = True
+    assert describe_failure(GroupState([rank]), RunDir(tmp_path)).splitlines() == [
+        f"instep: rank 0 on {HOST} ended with exit code 1",
+        "KeyError: 'x'",
+        "  at train.py:12: loss.backward()",
+    ]
+
+
 def test_another_error_is_named_beside_the_first(tmp_path: Path) -> None:
     ranks = [failed(0, 1, type="KeyError", message="'x'"), failed(1, 1, 1.1, type="OSError", message="no disk")]
     first = describe_failure(GroupState(ranks), RunDir(tmp_path)).splitlines()[0]

@@ -18,6 +18,7 @@ import torch
 from instep.errors import CheckpointError, UsageError
 
 JSON = Any
+DEEPEST = 50  # levels that are searched for the place of a mistake
 Decode = Callable[[Any], Any]
 
 
@@ -27,7 +28,14 @@ def encode_state(value: object, name: str = "state") -> tuple[dict[str, torch.Te
     The tensors are the live ones, not copies. Raises UsageError for what has no such form, with its place.
     """
     tensors: dict[str, torch.Tensor] = {}
-    return tensors, _encode(value, name, tensors)
+    try:
+        return tensors, _encode(value, name, tensors)
+    except RecursionError:
+        place = _find_loop(value, name, ()) or name
+        raise UsageError(
+            f"{place} holds itself, or is nested too deeply, and a checkpoint writes down each value that it holds. Keep in it "
+            "only what does not lead back to itself."
+        ) from None
 
 
 def decode_state(value: JSON, tensors: Mapping[str, torch.Tensor]) -> Any:
@@ -78,6 +86,17 @@ def _encode(value: Any, path: str, tensors: dict[str, torch.Tensor]) -> JSON:
         f"{path} is a {type(value).__module__}.{type(value).__qualname__}, which a checkpoint cannot hold. It holds "
         "numbers, strings, None, lists, tuples, sets, dicts, tensors and numpy arrays; convert it to one of these."
     )
+
+
+def _find_loop(value: Any, path: str, above: tuple[int, ...]) -> str | None:
+    """The place of a container that lies inside itself; None where there is none, or none near the top."""
+    if id(value) in above:
+        return path
+    if len(above) > DEEPEST or not isinstance(value, (dict, list, tuple, set, frozenset, deque)):
+        return None
+    items = value.items() if isinstance(value, dict) else enumerate(value)
+    found = (_find_loop(item, f"{path}/{key}", (*above, id(value))) for key, item in items)
+    return next((place for place in found if place is not None), None)
 
 
 def _keep(tensor: torch.Tensor, path: str, tensors: dict[str, torch.Tensor]) -> str:

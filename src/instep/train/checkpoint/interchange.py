@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import nn
 
@@ -39,6 +40,8 @@ def load_weights(
         found, failure = _load(model, Path(path), strict, name), None
     except InstepError as error:
         found, failure = Differences(str(path)), error
+    except OSError as error:
+        found, failure = Differences(str(path)), CheckpointError(f"{path} cannot be read: {error.strerror or error}.")
     failures = [failure] if world is None else world.gather_objects(failure, "run.load_weights")
     first = next((each for each in failures if each is not None), None)
     if first is not None:
@@ -109,7 +112,7 @@ def export(model: nn.Module, path: Path | str, world: World) -> None:
     """
     target = Path(path)
     if target.suffix != ".safetensors":
-        raise UsageError(f"export({str(path)!r}): the name has to end in .safetensors, as in 'model.safetensors'.")
+        raise UsageError(f"run.export({str(path)!r}): the name has to end in .safetensors, as in 'model.safetensors'.")
     state = unwrap(model).state_dict()
     whole = {plain_name(key): _whole(value) for key, value in state.items() if isinstance(value, torch.Tensor)}
     failure = None
@@ -133,13 +136,20 @@ def write_weights(tensors: dict[str, torch.Tensor], target: Path) -> None:
         if target.suffix == ".pt":
             torch.save(dense, partial)
         else:
-            save_file(dense, partial, metadata={"format": "pt"})
+            _save_safetensors(dense, partial)
         with open(partial, "rb") as file:
             os.fsync(file.fileno())
         os.replace(partial, target)
     finally:
         partial.unlink(missing_ok=True)
     sync_directory(target.parent)
+
+
+def _save_safetensors(tensors: dict[str, torch.Tensor], path: Path) -> None:
+    try:
+        save_file(tensors, path, metadata={"format": "pt"})
+    except SafetensorError as error:  # which its Rust side raises for what is an OSError elsewhere
+        raise OSError(str(error)) from None
 
 
 def _whole(tensor: torch.Tensor) -> torch.Tensor:

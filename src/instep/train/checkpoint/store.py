@@ -265,7 +265,10 @@ class Checkpoints:
 
     def _find(self, path: Path) -> Path:
         inside = self.run_dir.checkpoints / path
-        return inside if not path.exists() and inside.exists() else path
+        try:
+            return inside if not path.exists() and inside.exists() else path
+        except OSError as error:
+            raise CheckpointError(f"the checkpoint {path} cannot be restored: {error.strerror}.") from None
 
     def _on_main(self, work: Callable[[], Any], what: str) -> Any:
         """Rank 0 works, all get its result or raise its error."""
@@ -285,7 +288,7 @@ def _snapshot(values: Mapping[str, JSON]) -> dict[str, JSON]:
     """A copy that later changes do not reach. Raises UsageError for what is no JSON."""
     try:
         return json.loads(json.dumps(values, allow_nan=False))
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, RecursionError) as error:
         raise UsageError(f"the values of a checkpoint have to be plain JSON: {error}.") from None
 
 
