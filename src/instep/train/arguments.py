@@ -13,6 +13,7 @@ from instep.records.choice import Choice
 from instep.records.parallel import Parallel, read_parallel
 from instep.train.precision import DTYPES, read_precision
 from instep.train.slots import check_positive, choose_micro_batch
+from instep.train.techniques.recompute import read_recompute
 
 COMPRESSIONS = ("bf16", "fp16", "powersgd")
 MOST_SAMPLES = 2**31 - 1  # no data set needs more in one step, and positions are counted in machine words
@@ -30,6 +31,9 @@ class Arguments:
     clip_norm: float | None
     clip_value: float | None
     compress: str | None
+    recompute: int | str | None
+    offload: bool
+    compile: bool
     seed: int
     threads: int | None
     dir: Path | None
@@ -45,6 +49,7 @@ class Arguments:
 
 def read_arguments(given: Mapping[str, Any]) -> Arguments:
     """Raises UsageError for a value that cannot be, naming it and what is allowed."""
+    given = {name: _plain(value) for name, value in given.items()}
     check_positive("global_batch", given["global_batch"])
     if given["global_batch"] > MOST_SAMPLES:
         raise UsageError(f"global_batch={given['global_batch']} has to be at most {MOST_SAMPLES}.")
@@ -63,8 +68,9 @@ def read_arguments(given: Mapping[str, Any]) -> Arguments:
     check_positive("keep", given["keep"])
     if isinstance(given["seed"], bool) or not isinstance(given["seed"], int):
         raise UsageError(f"seed={given['seed']!r} has to be a whole number.")
-    if not isinstance(given["exact"], bool):
-        raise UsageError(f"exact={given['exact']!r} has to be True or False.")
+    for name in ("exact", "offload", "compile"):
+        if not isinstance(given[name], bool):
+            raise UsageError(f"{name}={given[name]!r} has to be True or False.")
     _check_dir(given["dir"])
     if given["compress"] is not None and given["compress"] not in COMPRESSIONS:
         allowed = ", ".join(map(repr, COMPRESSIONS))
@@ -83,10 +89,17 @@ def read_arguments(given: Mapping[str, Any]) -> Arguments:
             **given,
             "micro_batch": micro_batch,
             "parallel": read_parallel(given["parallel"]),
+            "recompute": read_recompute(given["recompute"]),
             "dir": None if given["dir"] is None else Path(given["dir"]),
         },
         chosen=tuple(chosen),
     )
+
+
+def _plain(value: Any) -> Any:
+    """numpy's whole and real numbers as Python's, which JSON and comparisons over ranks need."""
+    kind = getattr(getattr(value, "dtype", None), "kind", "")
+    return value.item() if kind in ("i", "u", "f") and getattr(value, "ndim", 1) == 0 else value
 
 
 def _check_dir(value: Any) -> None:

@@ -3,27 +3,81 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.nn.parameter import UninitializedTensorMixin
 
 from instep.errors import UsageError
+from instep.train.call_arguments import show
 
 
 def check_plain(model: object) -> None:
     if not isinstance(model, nn.Module):
-        raise UsageError(f"run.prepare got a {type(model).__name__} as its model; it takes a torch.nn.Module.")
+        raise UsageError(f"run.prepare got {show(model)} as its model; it takes a torch.nn.Module.")
     wrapped = type(model).__name__
     if wrapped in ("DistributedDataParallel", "DataParallel", "FullyShardedDataParallel"):
         raise UsageError(f"run.prepare got a {wrapped}: it wants the plain model, and does the wrapper's work itself.")
+    _check_values(model)
+
+
+def _check_values(model: nn.Module) -> None:
+    """Raises UsageError for a model that was made without values."""
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if isinstance(tensor, UninitializedTensorMixin):
+            raise UsageError(
+                f"run.prepare got a {type(model).__name__} whose {name} has no shape yet: a lazy module learns it from its "
+                "first input. Run the model on one batch before: model(inputs)."
+            )
+        if tensor.is_meta:
+            raise UsageError(
+                f"run.prepare got a {type(model).__name__} whose {name} is on the meta device, where tensors have a shape but "
+                "no values. Make the model on a real device, or call model.to_empty(device='cpu') and load weights into it."
+            )
+
+
+def check_new(
+    model: nn.Module, optimizer: torch.optim.Optimizer | None, models: Iterable[nn.Module], others: Iterable[Any]
+) -> bool:
+    """Whether the model was not prepared before. models, others: those prepared so far, and their optimizers.
+
+    A model may come again with an optimizer for parameters of it that no other trains.
+    """
+    is_new = not any(model is known for known in models)
+    if optimizer is None:
+        if not is_new:
+            raise UsageError(
+                f"run.prepare got the same {type(model).__name__} a second time. Prepare each model once, with its optimizer."
+            )
+        return is_new
+    if not is_new and any(isinstance(p, DTensor) for p in model.parameters()):
+        raise UsageError(
+            f"run.prepare got the same {type(model).__name__} a second time, and it is shared out over ranks: such a model goes "
+            "with one optimizer, given with it."
+        )
+    names = {id(p): name for name, p in model.named_parameters()}
+    for other in others:
+        if other is optimizer:
+            raise UsageError(
+                f"run.prepare got the same {type(optimizer).__name__} a second time. Give one optimizer the parameters of all "
+                "its models, or each model one of its own."
+            )
+        trained = {id(p) for group in other.param_groups for p in group["params"]}
+        for p in (p for group in optimizer.param_groups for p in group["params"] if id(p) in trained):
+            raise UsageError(
+                f"run.prepare got a {type(optimizer).__name__} for {names.get(id(p), 'a parameter')}, which the "
+                f"{type(other).__name__} prepared before trains already. In one run each parameter has one optimizer; to go on "
+                "with another, open a second Run."
+            )
+    return is_new
 
 
 def check_optimizer(optimizer: object, models: Iterable[nn.Module]) -> None:
     """models: those prepared so far, the one that comes with the optimizer last."""
     if not isinstance(optimizer, torch.optim.Optimizer):
-        raise UsageError(
-            f"run.prepare got a {type(optimizer).__name__} as its optimizer; it takes a torch.optim.Optimizer."
-        )
+        raise UsageError(f"run.prepare got {show(optimizer)} as its optimizer; it takes a torch.optim.Optimizer.")
     if isinstance(optimizer, torch.optim.LBFGS):
         raise UsageError(
             "run.prepare cannot take LBFGS: it calls the model again within a step. Take a first-order optimizer."
@@ -51,7 +105,7 @@ def check_scheduler(scheduler: object, optimizer: torch.optim.Optimizer | None) 
         )
     if isinstance(scheduler, type) or not callable(getattr(scheduler, "step", None)):
         raise UsageError(
-            f"run.prepare got a {type(scheduler).__name__} as its scheduler; it takes one of torch.optim.lr_scheduler, or "
+            f"run.prepare got {show(scheduler)} as its scheduler; it takes one of torch.optim.lr_scheduler, or "
             "an object with step()."
         )
     if getattr(scheduler, "optimizer", optimizer) is not optimizer:

@@ -17,7 +17,7 @@ DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 def read_precision(name: str) -> torch.dtype | None:
     """The autocast dtype, None for fp32. Raises UsageError."""
-    if name not in DTYPES:
+    if not isinstance(name, str) or name not in DTYPES:
         raise UsageError(f"precision={name!r} is not known. Allowed: {', '.join(map(repr, DTYPES))}.")
     return DTYPES[name]
 

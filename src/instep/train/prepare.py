@@ -11,9 +11,10 @@ from torch import nn
 
 from instep.errors import RanksDisagree, UsageError
 from instep.records.parallel import Parallel, fit, read_parallel
+from instep.train.call_arguments import read_flag
 from instep.train.fused import choose_fused
 from instep.train.mesh import build_mesh
-from instep.train.parts import check_optimizer, check_plain, check_scheduler, loose_parameters
+from instep.train.parts import check_new, check_optimizer, check_plain, check_scheduler, loose_parameters
 from instep.train.precision import autocast_forward
 from instep.train.reduce.choose import choose_reducer, choose_transport
 from instep.train.reduce.reducer import Reducer
@@ -41,6 +42,11 @@ def prepare_parts(
     check_plain(model)
     if optimizer is not None:
         check_optimizer(optimizer, [*run._models, model])
+    read_flag("run.prepare", "sync_batch_norm", sync_batch_norm)
+    if not check_new(model, optimizer, run._models, [trained.optimizer for trained in run._trained]):
+        number = next(i for i, known in enumerate(run._models) if known is model)
+        run._trained.append(_take_optimizer(run, model, optimizer, scheduler, every, split, f"model {number}"))
+        return (model, optimizer) if scheduler is None else (model, optimizer, scheduler)
     if sync_batch_norm and run._slots.count != world.size:
         fitting = run._arguments.global_batch / world.size
         raise UsageError(
