@@ -35,6 +35,10 @@ def or_none(read: Callable[[str], Any]) -> Callable[[str], Any]:
     return read_optional
 
 
+def number_or_word(text: str) -> int | str:
+    return int(text) if text.strip().isdecimal() else text
+
+
 # The arguments of instep.Run; a test compares the names with its signature.
 RUN_ARGUMENTS: dict[str, Callable[[str], Any]] = {
     "global_batch": read_whole_number,
@@ -45,6 +49,9 @@ RUN_ARGUMENTS: dict[str, Callable[[str], Any]] = {
     "clip_norm": or_none(read_number),
     "clip_value": or_none(read_number),
     "compress": or_none(str),
+    "recompute": number_or_word,
+    "offload": read_truth,
+    "compile": read_truth,
     "seed": read_whole_number,
     "threads": or_none(read_whole_number),
     "dir": or_none(str),

@@ -5,7 +5,6 @@ Each block of the model gathers its parameters when it runs; gradients are reduc
 
 from __future__ import annotations
 
-from collections import Counter
 from typing import Any
 
 import torch
@@ -16,6 +15,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from instep.errors import UsageError
 from instep.train.arguments import Arguments
+from instep.train.techniques.blocks import find_blocks
 
 
 def shard_parameters(model: nn.Module, mesh: DeviceMesh, *, gathered: bool) -> None:
@@ -46,33 +46,6 @@ def check_shardable(arguments: Arguments) -> None:
 
 def sharded_modules(model: nn.Module) -> list[Any]:
     return [module for module in model.modules() if isinstance(module, FSDPModule)]
-
-
-def find_blocks(model: nn.Module) -> list[nn.Module]:
-    """The blocks that the model repeats: members of a list or sequence that occur at least twice as one class.
-
-    A block that shares a parameter with something outside stays with the root, since two units cannot own one tensor.
-    """
-    blocks: list[nn.Module] = []
-    for parent in model.modules():
-        if not isinstance(parent, (nn.ModuleList, nn.Sequential, nn.ModuleDict)):
-            continue
-        if any(parent is inner for block in blocks for inner in block.modules()):
-            continue
-        children = list(parent.children())
-        kinds = Counter(type(child) for child in children)
-        blocks += [child for child in children if kinds[type(child)] > 1 and _has_depth(child)]
-    owners = Counter(id(p) for unit in _uses(model) for p in unit)
-    return [block for block in blocks if all(owners[id(p)] == 1 for p in block.parameters())]
-
-
-def _has_depth(module: nn.Module) -> bool:
-    """A block is made of layers; single layers are too small to be worth a gather of their own."""
-    return any(True for child in module.children()) and any(True for _ in module.parameters())
-
-
-def _uses(model: nn.Module) -> list[list[nn.Parameter]]:
-    return [[p for p in module._parameters.values() if p is not None] for module in model.modules()]
 
 
 def follow_sharding(
