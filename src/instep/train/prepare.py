@@ -19,6 +19,7 @@ from instep.train.precision import autocast_forward
 from instep.train.reduce.choose import choose_reducer, choose_transport
 from instep.train.reduce.reducer import Reducer
 from instep.train.reduce.shard_reducer import ShardReducer
+from instep.train.techniques.block_options import BlockOptions, change_blocks
 from instep.train.techniques.shard import check_shardable, follow_sharding, shard_parameters
 from instep.train.techniques.sync_batch_norm import convert_sync_batch_norm
 from instep.train.update import Scheduler, Trained, count_steps
@@ -31,7 +32,14 @@ EVERY = ("step", "epoch")
 
 
 def prepare_parts(
-    run: Run, model: nn.Module, optimizer: Any, scheduler: Any, every: str, sync_batch_norm: bool, parallel: Any
+    run: Run,
+    model: nn.Module,
+    optimizer: Any,
+    scheduler: Any,
+    every: str,
+    sync_batch_norm: bool,
+    parallel: Any,
+    options: BlockOptions,
 ) -> Any:
     """What `run.prepare` returns: the same objects, now parts of the run. Every rank must call it."""
     world = run._entered()
@@ -61,6 +69,7 @@ def prepare_parts(
         run._spread_short_steps = True
     run._models.append(model)
     run._buffers.add(model)
+    change_blocks(model, options, world.device)
     if split.shard != 1:
         _shard(run, model, optimizer, split)
     if optimizer is None:

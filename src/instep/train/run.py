@@ -31,6 +31,7 @@ from instep.train.precision import LossScale, read_precision
 from instep.train.prepare import prepare_parts
 from instep.train.slots import plan_slots
 from instep.train.step import Step
+from instep.train.techniques.block_options import read_block_options
 from instep.train.totals import local_terms, mean_of, sum_of
 from instep.train.update import Trained
 from instep.train.world import World, join_world, leave_world
@@ -231,12 +232,17 @@ class Run:
         schedule_every: str = "step",
         sync_batch_norm: bool = False,
         parallel: Any = None,
+        recompute: int | str | None = None,
+        offload: bool | None = None,
+        compile: bool | None = None,
     ) -> Any:
         """Makes a model, and what trains it, part of the run; returns the same objects. Every rank must call it.
 
+        parallel, recompute, offload, compile: for this model, where it is not as Run was told.
         Raises UsageError for what cannot be trained, RanksDisagree when the ranks came with different models.
         """
-        return prepare_parts(self, model, optimizer, scheduler, schedule_every, sync_batch_norm, parallel)
+        options = read_block_options(self._arguments, recompute, offload, compile)
+        return prepare_parts(self, model, optimizer, scheduler, schedule_every, sync_batch_norm, parallel, options)
 
     def loader(self, source: Any, **options: Any) -> Loader:
         """Batches of a dataset, of an iterable one, or of a DataLoader, the same for every number of ranks.
