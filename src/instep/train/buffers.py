@@ -21,7 +21,7 @@ from instep.train.world import World
 
 
 class Buffers:
-    """begin, end and discard are local; combine is for every rank.
+    """begin, end and discard are local; combine is for every rank. world: the ranks with other data, one per data rank.
 
     exact_slots: how many slots a rank has, when the statistics of each have to be added in slot order on any number of
     ranks; None lets each rank add up its own first, and one process do as PyTorch does.
@@ -186,7 +186,7 @@ class Buffers:
             )
             source = int(last_slots[:, i].argmax())
             buffer = getattr(module, attribute)
-            self._world.wait(dist.broadcast(buffer, src=source, group=self._group, async_op=True), what)
+            self._world.wait(dist.broadcast(buffer, group_src=source, group=self._group, async_op=True), what)
         self._written = [-1] * len(self._others)
 
     def _written_anywhere(self, last_slots: Tensor) -> Iterator[int]:

@@ -1,8 +1,8 @@
 """Waiting for the other ranks, and noticing when they wait for something else.
 
-A rank that waits longer than PATIENCE writes down in the store what it waits for. When every rank has written and they
-do not wait for the same thing, no one will ever come: each raises RanksDisagree with the lines of all. Nothing is
-written on the usual path.
+A rank that waits longer than PATIENCE writes down in the store what it waits for, and with which ranks. When every rank
+has written and no group of them waits for the same thing, no one will ever come: each raises RanksDisagree with the
+lines of all. Nothing is written on the usual path.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import json
 import pickle
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -26,11 +26,23 @@ CONFIRM_SECONDS = 0.5  # a rank on its way out of a wait has this long to take i
 
 
 class Meeting:
-    """The collectives that a run makes beside its gradients: tagged, in one order, with a guard against deadlock."""
+    """The collectives that a run makes beside its gradients: tagged, in one order, with a guard against deadlock.
 
-    def __init__(self, rank: int, size: int, group: dist.ProcessGroup) -> None:
+    members: the group's ranks among all `world_size` ranks, where it is only a part of them.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        size: int,
+        group: dist.ProcessGroup,
+        members: Sequence[int] | None = None,
+        world_size: int | None = None,
+    ) -> None:
         self.rank, self.size, self.group = rank, size, group
         self.store = _default_store()
+        self._members = list(range(size) if members is None else members)
+        self._world_size = size if world_size is None else world_size
 
     def wait(self, handle: Any, what: str) -> None:
         """Waits for an asynchronous collective. what: what the ranks have to agree on, as `step.update() of step 3`."""
@@ -46,7 +58,7 @@ class Meeting:
             posted = True
             self._check()
         if posted:
-            self.store.set(self._key(self.rank), "")
+            self.store.set(self._key(self._members[self.rank]), "")
 
     def gather(self, value: Any, what: str) -> list[Any]:
         """Every rank's value in rank order. Raises RanksDisagree where ranks came for different things."""
@@ -68,30 +80,45 @@ class Meeting:
     def leave(self, why: str) -> None:
         """Notes that this rank will come to no further collective. Waits for no one."""
         try:
-            self._post(why)
+            self._post(why, ())
         except (RuntimeError, dist.DistError):  # the store may have gone with the rank that held it
             return
 
-    def _post(self, what: str) -> None:
-        self.store.set(self._key(self.rank), json.dumps(what))
+    def _post(self, what: str, members: Sequence[int] | None = None) -> None:
+        note = [what, self._members if members is None else list(members)]
+        self.store.set(self._key(self._members[self.rank]), json.dumps(note))
 
     def _check(self) -> None:
         notes = self._notes()
-        if notes is None or len({_without_line(note) for note in notes}) == 1:
+        if notes is None or can_go_on(notes):
             return
         time.sleep(CONFIRM_SECONDS)
         if self._notes() == notes:
-            raise RanksDisagree(describe_conflict(notes, [_without_line(note) for note in notes]))
+            texts = [what for what, _ in notes]
+            raise RanksDisagree(describe_conflict(texts, [_without_line(text) for text in texts]))
 
-    def _notes(self) -> list[str] | None:
-        keys = [self._key(rank) for rank in range(self.size)]
+    def _notes(self) -> list[tuple[str, list[int]]] | None:
+        """What each rank of the run waits for and with whom, or None while one of them is at work."""
+        keys = [self._key(rank) for rank in range(self._world_size)]
         if not all(self.store.check([key]) for key in keys):
             return None
         texts = [self.store.get(key).decode() for key in keys]
-        return [json.loads(text) for text in texts] if all(texts) else None
+        return [tuple(json.loads(text)) for text in texts] if all(texts) else None
 
     def _key(self, rank: int) -> str:
         return f"instep/waits/{rank}"
+
+
+def can_go_on(notes: Sequence[tuple[str, Sequence[int]]]) -> bool:
+    """Whether all members of some group wait for the same thing, so that it is only slow."""
+    return any(
+        members and all(list(notes[m][1]) == list(members) and _same(notes[m][0], what) for m in members)
+        for what, members in notes
+    )
+
+
+def _same(first: str, second: str) -> bool:
+    return _without_line(first) == _without_line(second)
 
 
 def describe_conflict(notes: list[str], kinds: list[str]) -> str:

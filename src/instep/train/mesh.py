@@ -1,17 +1,108 @@
-"""The ranks as a grid, one axis per way to share the model."""
+"""The ranks as a grid, one axis per way to share the model, and the groups that follow from it.
+
+From outside to inside the axes are pipeline, replicate, shard and tensor, so that ranks that talk most are neighbours.
+Replicate and shard together are the data axis: a place on it is a data rank, and has micro-batches of its own. Ranks
+that share a data rank (its peers, along pipeline and tensor) get the same micro-batches and random numbers, and count
+once.
+"""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import product
+
+import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from instep.records.parallel import Parallel
 from instep.train.world import World
 
+AXES = ("pipeline", "replicate", "shard", "tensor")  # outside to inside
 
-def build_mesh(parallel: Parallel, world: World) -> DeviceMesh:
-    """replicate outside, shard inside, so that ranks that share parameters are neighbours. Every rank must call it."""
-    assert parallel.replicate is not None and parallel.shard is not None
-    if parallel.replicate == 1:
-        return init_device_mesh(world.device.type, (parallel.shard,), mesh_dim_names=("shard",))
-    shape = (parallel.replicate, parallel.shard)
-    return init_device_mesh(world.device.type, shape, mesh_dim_names=("replicate", "shard"))
+
+def degrees(split: Parallel) -> dict[str, int]:
+    """By axis, outside to inside. split: fitted to the number of ranks."""
+    return {axis: int(getattr(split, axis) or 1) for axis in AXES}
+
+
+def places(split: Parallel) -> list[tuple[int, ...]]:
+    """By rank, where it stands on each axis of AXES."""
+    return list(product(*(range(degree) for degree in degrees(split).values())))
+
+
+def num_peers(split: Parallel) -> int:
+    """How many ranks share a data rank."""
+    of = degrees(split)
+    return of["pipeline"] * of["tensor"]
+
+
+def data_place(split: Parallel, rank: int) -> tuple[int, int]:
+    """The data rank of a rank, and how many there are."""
+    of = degrees(split)
+    _, replicate, shard, _ = places(split)[rank]
+    return replicate * of["shard"] + shard, of["replicate"] * of["shard"]
+
+
+@dataclass(frozen=True)
+class Grid:
+    """world: all ranks; data: those that hold the same part of the model as this one, by data rank; peers: those that
+    share this one's data rank, by pipeline stage and then by place on the tensor axis."""
+
+    split: Parallel
+    world: World
+    data: World
+    peers: World
+
+    @property
+    def pipeline_rank(self) -> int:
+        return places(self.split)[self.world.rank][0]
+
+    @property
+    def tensor_rank(self) -> int:
+        return places(self.split)[self.world.rank][3]
+
+    def one_per_data_rank(self) -> list[int]:
+        """The first rank of each data rank, in the order of data ranks."""
+        return [rank for rank, place in enumerate(places(self.split)) if place[0] == place[3] == 0]
+
+    def agree(self, flag: bool, what: str) -> bool:
+        """Whether it is set on a peer. Every rank must call it."""
+        return flag if self.peers.size == 1 else any(self.sum_over_peers([float(flag)], what))
+
+    def sum_over_peers(self, numbers: Sequence[float], what: str) -> list[float]:
+        """Sums of a few numbers; the same bits on all peers. Every rank must call it."""
+        if self.peers.size == 1:
+            return list(numbers)
+        row = torch.tensor(numbers, dtype=torch.float64)
+        self.peers.wait(dist.all_reduce(row, group=self.peers.host_group, async_op=True), what)
+        return row.tolist()
+
+    def has_layout_of(self, split: Parallel) -> bool:
+        """Whether another split gives every rank the same data and peers."""
+        return (split.pipeline, split.tensor) == (self.split.pipeline, self.split.tensor)
+
+
+def lay_out(split: Parallel, world: World) -> Grid:
+    """Makes the groups along the axes. split: fitted to the number of ranks. Every rank must call it."""
+    ranks = dict(enumerate(places(split)))
+    data = _division([(place[0], place[3]) for place in ranks.values()])
+    peers = _division([(place[1], place[2]) for place in ranks.values()])
+    return Grid(split, world, world.part(data), world.part(peers))
+
+
+def _division(keys: list[tuple[int, int]]) -> list[list[int]]:
+    """Ranks with the same key together."""
+    parts: dict[tuple[int, int], list[int]] = {}
+    for rank, key in enumerate(keys):
+        parts.setdefault(key, []).append(rank)
+    return list(parts.values())
+
+
+def build_mesh(split: Parallel, world: World) -> DeviceMesh:
+    """The axes above 1 by name; "shard" alone where nothing is split. Every rank must call it."""
+    used = {axis: degree for axis, degree in degrees(split).items() if degree > 1} or {"shard": 1}
+    assert math.prod(used.values()) == world.size
+    return init_device_mesh(world.device.type, tuple(used.values()), mesh_dim_names=tuple(used))

@@ -13,7 +13,7 @@ from instep.errors import RanksDisagree, UsageError
 from instep.records.parallel import Parallel, fit, read_parallel
 from instep.train.call_arguments import read_flag
 from instep.train.fused import choose_fused
-from instep.train.mesh import build_mesh
+from instep.train.mesh import build_mesh, num_peers
 from instep.train.parts import check_new, check_optimizer, check_plain, check_scheduler, loose_parameters
 from instep.train.precision import autocast_forward
 from instep.train.reduce.choose import choose_reducer, choose_transport
@@ -43,9 +43,11 @@ def prepare_parts(
 ) -> Any:
     """What `run.prepare` returns: the same objects, now parts of the run. Every rank must call it."""
     world = run._entered()
-    split = fit(run._arguments.parallel if parallel is None else read_parallel(parallel), world.size)
+    split = run._grid.split if parallel is None else fit(read_parallel(parallel), world.size)
     if every not in EVERY:
         raise UsageError(f"schedule_every={every!r} is not possible. Allowed: 'step', 'epoch'.")
+    take_up_split(run, split)
+    data = run._grid.data
     check_scheduler(scheduler, optimizer)
     check_plain(model)
     if optimizer is not None:
@@ -55,17 +57,17 @@ def prepare_parts(
         number = next(i for i, known in enumerate(run._models) if known is model)
         run._trained.append(_take_optimizer(run, model, optimizer, scheduler, every, split, f"model {number}"))
         return (model, optimizer) if scheduler is None else (model, optimizer, scheduler)
-    if sync_batch_norm and run._slots.count != world.size:
-        fitting = run._arguments.global_batch / world.size
+    if sync_batch_norm and run._slots.count != data.size:
+        fitting = run._arguments.global_batch / data.size
         raise UsageError(
             f"sync_batch_norm=True takes its statistics over the global batch at once, so each rank has to hold one "
-            f"micro-batch: {run._slots.count} micro-batches on {world.size} ranks do not. Set micro_batch to "
+            f"micro-batch: {run._slots.count} micro-batches on {data.size} ranks do not. Set micro_batch to "
             f"global_batch / ranks = {fitting:g}, or leave sync_batch_norm out."
         )
     name = f"model {len(run._models)}"
     run._hooks += prepare_model(model, world, run._group, run._dtype, name)
     if sync_batch_norm:
-        convert_sync_batch_norm(model, world.new_group())
+        convert_sync_batch_norm(model, data.new_group())
         run._spread_short_steps = True
     run._models.append(model)
     run._buffers.add(model)
@@ -76,6 +78,21 @@ def prepare_parts(
         return model
     run._trained.append(_take_optimizer(run, model, optimizer, scheduler, every, split, name))
     return (model, optimizer) if scheduler is None else (model, optimizer, scheduler)
+
+
+def take_up_split(run: Run, split: Parallel) -> None:
+    """Raises UsageError for a split that would share out the data in another way than what is there already."""
+    if run._grid.has_layout_of(split):
+        return
+    if run._models or run._loaders:
+        here, there = num_peers(run._grid.split), num_peers(split)
+        raise UsageError(
+            f"run.prepare(parallel={split.describe()}) gives each micro-batch to {there} {'rank' if there == 1 else 'ranks'}, "
+            f"and this run's models and loaders were made for {here}. Give the split to instep.Run(parallel=...), which holds "
+            "for all of them."
+        )
+    run._lay_out(split)
+    run._observer.say(run._slots.describe())
 
 
 def _shard(run: Run, model: nn.Module, optimizer: torch.optim.Optimizer | None, split: Parallel) -> None:
@@ -109,11 +126,11 @@ def _take_optimizer(
     reducer: Reducer | ShardReducer
     if split.shard != 1:
         assert split.replicate is not None
-        reducer = ShardReducer(model, parameters, world, split.replicate)
+        reducer = ShardReducer(model, parameters, run._grid, split.replicate)
     else:
-        compress = run._arguments.compress
-        transport = choose_transport(compress, run._exact, world, run._observer.say)
-        reducer = choose_reducer(parameters, transport, compress, run._exact, run._slots, world)
+        compress, data = run._arguments.compress, run._grid.data
+        transport = choose_transport(compress, run._exact, data, run._observer.say)
+        reducer = choose_reducer(parameters, transport, compress, run._exact, run._slots, data)
     trained = Trained(optimizer, reducer, parameters)
     trained.guard_step()
     if scheduler is not None:

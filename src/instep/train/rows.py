@@ -42,10 +42,10 @@ def gather_rows(run: Run, step: Step, fn: Callable[..., Any], batches: StepBatch
             run._buffers.end()
     counts = [rows[0].shape[0] for rows in local]
     parts = [torch.cat(column) for column in zip(*local)]
-    everyone = run._entered().gather_objects(
+    everyone = run._grid.data.gather_objects(
         (is_tuple, [(p.shape, p.dtype) for p in parts]), f"step.all_rows of step {step.index}"
     )
-    start = sum(shapes[0][0][0] for _, shapes in everyone[: run._entered().rank] if shapes)
+    start = sum(shapes[0][0][0] for _, shapes in everyone[: run._grid.data.rank] if shapes)
     whole = [_gather(run, parts, everyone, column) for column in range(max(len(shapes) for _, shapes in everyone))]
 
     def run_again(gradients: Sequence[Tensor | None]) -> None:
@@ -55,7 +55,7 @@ def gather_rows(run: Run, step: Step, fn: Callable[..., Any], batches: StepBatch
                 rows = rows_of(batch)
             run._buffers.discard()
             pairs = [
-                (row, gradient[offset : offset + count] * run._entered().size)
+                (row, gradient[offset : offset + count] * run._grid.data.size)
                 for row, gradient in zip(rows, gradients)
                 if gradient is not None and row.requires_grad
             ]
@@ -94,14 +94,14 @@ def _gather(run: Run, parts: list[Tensor], everyone: list[tuple[bool, list[Any]]
         shape, dtype = shapes[column]
         piece = (
             parts[column]
-            if rank == run._entered().rank
-            else torch.empty(shape, dtype=dtype, device=run._entered().device)
+            if rank == run._grid.data.rank
+            else torch.empty(shape, dtype=dtype, device=run._grid.data.device)
         )
         pieces.append(piece.contiguous())
-        if run._entered().size > 1:
-            handles.append(dist.broadcast(pieces[-1], src=rank, group=run._group, async_op=True))
+        if run._grid.data.size > 1:
+            handles.append(dist.broadcast(pieces[-1], group_src=rank, group=run._data_group, async_op=True))
     for handle in handles:
-        run._entered().wait(handle, "step.all_rows")
+        run._grid.data.wait(handle, "step.all_rows")
     return torch.cat(pieces)
 
 

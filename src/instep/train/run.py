@@ -15,6 +15,7 @@ from torch import nn
 
 from instep import settings
 from instep.errors import RanksDisagree, UsageError
+from instep.records.parallel import Parallel, fit
 from instep.train import keeping, seeds
 from instep.train.arguments import Arguments, read_arguments
 from instep.train.buffers import Buffers
@@ -24,12 +25,13 @@ from instep.train.data.loader import Epoch, Loader, build_loader
 from instep.train.evaluate import evaluation_batches
 from instep.train.exactness import be_deterministic, check_exact_sizes
 from instep.train.loop import loop_steps
+from instep.train.mesh import data_place, lay_out
 from instep.train.observe.observer import Observer
 from instep.train.peers import name_peers
 from instep.train.position import Position
 from instep.train.precision import LossScale, read_precision
 from instep.train.prepare import prepare_parts
-from instep.train.slots import plan_slots
+from instep.train.slots import Slots, plan_slots
 from instep.train.step import Step
 from instep.train.techniques.block_options import read_block_options
 from instep.train.totals import local_terms, mean_of, sum_of
@@ -102,7 +104,8 @@ class Run:
         return self
 
     def _begin(self, arguments: Arguments, world: World) -> None:
-        self._slots = plan_slots(arguments.global_batch, arguments.micro_batch, world.rank, world.size)
+        split = fit(arguments.parallel, world.size)
+        self._slots = self._plan_slots(split)
         agree_on_arguments(arguments, world)
         if arguments.exact:
             check_exact_sizes(self._slots)
@@ -124,8 +127,8 @@ class Run:
         self._models: list[nn.Module] = []
         self._hooks: list[Any] = []  # on models
         self._trained: list[Trained] = []
-        self._buffers = Buffers(world, self._observer.say, self._slots.local if self._exact else None)
         self._group = world.new_group()
+        self._lay_out(split)
         self._position = Position()
         self._calls = 0  # of run.steps
         self._step: Step | None = None
@@ -147,6 +150,18 @@ class Run:
         self._old_handler = None
         if threading.current_thread() is threading.main_thread():
             self._old_handler = signal.signal(signal.SIGTERM, self._ask_to_stop)
+
+    def _plan_slots(self, split: Parallel) -> Slots:
+        """Micro-batches are shared out over data ranks."""
+        arguments = self._arguments
+        return plan_slots(arguments.global_batch, arguments.micro_batch, *data_place(split, self._entered().rank))
+
+    def _lay_out(self, split: Parallel) -> None:
+        """Takes up a split of all ranks, before anything was prepared. Every rank must call it."""
+        self._grid, self._slots = lay_out(split, self._entered()), self._plan_slots(split)
+        data = self._grid.data
+        self._data_group = self._group if data is self._world else data.new_group()
+        self._buffers = Buffers(data, self._observer.say, self._slots.local if self._exact else None)
 
     def _choose_threads(self, arguments: Arguments, world: World) -> None:
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -282,18 +297,19 @@ class Run:
 
     def mean(self, value: Any, weight: Any = 1) -> Any:
         """The mean over all ranks, weighted; value may be a list, one per batch, then weight too. Every rank calls it."""
-        terms = self._meet("run.mean", local_terms("run.mean", value, weight))
+        terms = self._meet_data("run.mean", local_terms("run.mean", value, weight))
         return mean_of([pair for rank in terms for pair in rank])
 
     def sum(self, value: Any) -> Any:
         """The sum over all ranks. Every rank must call it."""
-        terms = self._meet("run.sum", local_terms("run.sum", value, 1))
+        terms = self._meet_data("run.sum", local_terms("run.sum", value, 1))
         return sum_of("run.sum", [value for rank in terms for value, _ in rank])
 
     def gather(self, value: Any) -> list[Any]:
-        """Every rank's object, in rank order, on every rank. Every rank must call it."""
+        """Every rank's object, in rank order, on every rank; of ranks that share their data, the first one's. Every rank must
+        call it."""
         check_sendable("run.gather", value)
-        return self._meet("run.gather", value)
+        return self._meet_data("run.gather", value)
 
     def schedule(self, value: float) -> None:
         """Steps ReduceLROnPlateau schedulers with a value that is equal on all ranks, as run.mean gives. Every rank."""
@@ -312,6 +328,11 @@ class Run:
             )
         for plateau in plateaus:
             plateau.advance(number)
+
+    def _meet_data(self, what: str, value: Any) -> list[Any]:
+        """One value per data rank."""
+        everyone = self._meet(what, value)
+        return [everyone[rank] for rank in self._grid.one_per_data_rank()]
 
     def _meet(self, what: str, value: Any) -> list[Any]:
         self._no_collective(what)

@@ -198,7 +198,7 @@ class Step:
         call = (self.index * 64 + self._updates * 8 + run._trained.index(trained)) % (1 << 24)
         table = trained.reducer.reduce(call, run._stop_asked, self._name())
         run._buffers.combine(self._name())
-        run._stop_agreed |= table.stop
+        run._stop_agreed |= run._grid.agree(table.stop, self._name())
         factor = trained.reducer.final_factor(table) / run._loss_scale.value if table.counted else 1.0
         self._reduced[id(trained)] = table, factor
         return table, factor

@@ -9,8 +9,8 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
@@ -37,6 +37,7 @@ class World:
     """This process and the groups it is in; group and meeting are None on one process.
 
     host_group: a gloo group for objects and host tensors, apart from the gradients' so that they never pair.
+    division: where this is one of several parts of the ranks, all of them by their ranks; rank and size are the part's.
     """
 
     rank: int
@@ -47,6 +48,7 @@ class World:
     host_group: dist.ProcessGroup | None = None
     meeting: Meeting | None = None
     owns_group: bool = False
+    division: tuple[tuple[int, ...], ...] | None = None
 
     @property
     def is_main(self) -> bool:
@@ -71,8 +73,36 @@ class World:
             self.meeting.wait(handle, what)
 
     def new_group(self) -> dist.ProcessGroup | None:
-        """A further group of all ranks, with the device's backend. Every rank must call it."""
-        return cast("dist.ProcessGroup", dist.new_group()) if self.size > 1 else None
+        """A further group of all ranks, with the device's backend. Every rank (of every part) must call it."""
+        if self.size == 1:
+            return None
+        return cast("dist.ProcessGroup", dist.new_group()) if self.division is None else _own_group(self.division)
+
+    def part(self, division: Sequence[Sequence[int]]) -> World:
+        """This rank among those of its part. division: all ranks in parts of one size. Every rank must call it."""
+        if len(division) == 1:
+            return self
+        parts = tuple(tuple(ranks) for ranks in division)
+        mine = next(ranks for ranks in parts if self.rank in ranks)
+        node = range(self.rank - self.local_rank, self.rank - self.local_rank + self.local_size)
+        here = [rank for rank in mine if rank in node]
+        group = _own_group(parts, backend="gloo") if len(mine) > 1 else None
+        return replace(
+            self,
+            rank=mine.index(self.rank),
+            size=len(mine),
+            local_rank=here.index(self.rank),
+            local_size=len(here),
+            host_group=group,
+            meeting=None if group is None else Meeting(mine.index(self.rank), len(mine), group, mine, self.size),
+            division=parts,
+        )
+
+
+def _own_group(division: Sequence[Sequence[int]], backend: str | None = None) -> dist.ProcessGroup:
+    """This rank's group; every rank makes all of them, in one order, as torch wants it."""
+    groups = [(ranks, dist.new_group(list(ranks), backend=backend)) for ranks in division]
+    return cast("dist.ProcessGroup", next(group for ranks, group in groups if dist.get_rank() in ranks))
 
 
 def read_place(environ: Mapping[str, str]) -> Place:

@@ -16,20 +16,20 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from instep.errors import RanksDisagree, UsageError
+from instep.train.mesh import Grid
 from instep.train.reduce.group_sum import GroupSum
 from instep.train.reduce.lanes import Lanes
 from instep.train.reduce.words import Note as WordsNote
 from instep.train.reduce.words import Table, Words
 from instep.train.techniques.shard import sharded_modules
 from instep.train.techniques.turns import Turns
-from instep.train.world import World
 
 
 class ShardReducer:
     """model: sharded; copies: how many ranks hold the same shard (the replicate axis)."""
 
-    def __init__(self, model: nn.Module, parameters: Sequence[nn.Parameter], world: World, copies: int) -> None:
-        self.world, self.parameters = world, list(parameters)
+    def __init__(self, model: nn.Module, parameters: Sequence[nn.Parameter], grid: Grid, copies: int) -> None:
+        self.grid, self.world, self.parameters = grid, grid.data, list(parameters)
         self.transport = GroupSum(None)
         self.lanes = Lanes(self.parameters)
         self._copies = copies
@@ -38,7 +38,7 @@ class ShardReducer:
         self._reference: float | None = None
         self._planned, self._taken = 0, 0
         self._in_turn, self._had_backward = False, False
-        self._words = Words(world.rank, world.size, 0, 0)
+        self._words = Words(self.world.rank, self.world.size, 0, 0)
 
     @property
     def stray(self) -> Any:
