@@ -12,6 +12,7 @@ from torch import Tensor
 from instep.errors import UsageError
 from instep.train import seeds
 from instep.train.data.loader import MicroBatch, StepBatches
+from instep.train.forward_backward import check_functions, read_loss, take_apart
 from instep.train.position import LoopPosition
 from instep.train.reduce.words import Table
 from instep.train.rows import gather_rows
@@ -130,6 +131,22 @@ class Step:
         weighted = loss.detach() * value if loss.device.type != "cpu" else float(loss.detach()) * value
         for trained in chosen:
             trained.reducer.lanes.count(value, weighted)
+
+    def forward_backward(
+        self, model: Any, loss_fn: Callable[..., Any], optimizer: torch.optim.Optimizer | None = None
+    ) -> None:
+        """For each micro-batch of this step: the model's output, its loss, and backward. The same in every split.
+
+        A micro-batch (inputs, targets) gives loss_fn(model(inputs), targets), where inputs may be a tuple or a mapping
+        of several; a mapping gives loss_fn(model(**batch), batch) with the keys that forward names; anything else
+        loss_fn(model(batch), batch). loss_fn returns the mean over the micro-batch's samples, or (mean, weight) as
+        `backward` takes them. Every rank must call it; step.update() follows.
+        """
+        check_functions(model, loss_fn)
+        for batch in self:
+            args, kwargs, targets = take_apart(model, batch)
+            loss, weight = read_loss(loss_fn(model(*args, **kwargs), targets))
+            self.backward(loss, weight, optimizer)
 
     def _read_weight(self, weight: Any) -> float:
         if weight is None:
