@@ -20,6 +20,7 @@ from instep.train.reduce.choose import choose_reducer, choose_transport
 from instep.train.reduce.reducer import Reducer
 from instep.train.reduce.shard_reducer import ShardReducer
 from instep.train.techniques.block_options import BlockOptions, change_blocks
+from instep.train.techniques.offload import check_host_memory, check_offload, choose_policy
 from instep.train.techniques.shard import check_shardable, follow_sharding, shard_parameters
 from instep.train.techniques.sync_batch_norm import convert_sync_batch_norm
 from instep.train.update import Scheduler, Trained, count_steps
@@ -65,7 +66,11 @@ def prepare_parts(
             f"global_batch / ranks = {fitting:g}, or leave sync_batch_norm out."
         )
     name = f"model {len(run._models)}"
-    run._hooks += prepare_model(model, world, run._group, run._dtype, name)
+    on_host = options.offload and split.shard != 1
+    if options.offload:
+        check_offload(run._arguments.parallel if parallel is None else read_parallel(parallel))
+        check_host_memory(model, optimizer, split, world)
+    run._hooks += prepare_model(model, world, run._group, run._dtype, name, on_host=on_host)
     if sync_batch_norm:
         convert_sync_batch_norm(model, data.new_group())
         run._spread_short_steps = True
@@ -73,7 +78,7 @@ def prepare_parts(
     run._buffers.add(model)
     change_blocks(model, options, world.device)
     if split.shard != 1:
-        _shard(run, model, optimizer, split)
+        _shard(run, model, optimizer, split, options)
     if optimizer is None:
         return model
     run._trained.append(_take_optimizer(run, model, optimizer, scheduler, every, split, name))
@@ -95,10 +100,12 @@ def take_up_split(run: Run, split: Parallel) -> None:
     run._observer.say(run._slots.describe())
 
 
-def _shard(run: Run, model: nn.Module, optimizer: torch.optim.Optimizer | None, split: Parallel) -> None:
+def _shard(
+    run: Run, model: nn.Module, optimizer: torch.optim.Optimizer | None, split: Parallel, options: BlockOptions
+) -> None:
     check_shardable(run._arguments)
     before = dict(model.named_parameters())
-    shard_parameters(model, build_mesh(split, run._entered()), gathered=split.gathered)
+    shard_parameters(model, build_mesh(split, run._entered()), gathered=split.gathered, policy=choose_policy(options.offload, run.device))
     run._is_sharded, run._first_reference = True, run._arguments.micro_batch
     if optimizer is not None:
         follow_sharding(optimizer, before, dict(model.named_parameters()))
@@ -118,7 +125,7 @@ def _take_optimizer(
     for parameter in loose.values():
         parameter.data = parameter.data.to(world.device)
     broadcast_weights(loose, world, run._group, f"the optimizer of {name}")
-    follow_parameters(optimizer, world.device)
+    follow_parameters(optimizer)
     choice = choose_fused(optimizer, run._models)
     if choice is not None:
         run._observer.say(str(choice))
@@ -155,14 +162,22 @@ def _order_parameters(
 
 
 def prepare_model(
-    model: nn.Module, world: World, group: dist.ProcessGroup | None, dtype: torch.dtype | None, name: str
+    model: nn.Module,
+    world: World,
+    group: dist.ProcessGroup | None,
+    dtype: torch.dtype | None,
+    name: str,
+    *,
+    on_host: bool = False,
 ) -> list[Any]:
     """Moves the model to the device, checks that all ranks have the same one, and takes rank 0's weights.
 
+    on_host: leave it there, since it may be larger than the device.
     Returns hooks to remove at the end. Every rank must call it. Raises UsageError for a wrapped model, RanksDisagree for models that differ.
     """
     check_plain(model)
-    model.to(world.device)
+    model.to("cpu" if on_host else world.device)
+    group = world.host_group if on_host else group
     broadcast_weights(dict(model.named_parameters()) | dict(model.named_buffers()), world, group, name)
     return autocast_forward(model, world.device.type, dtype) if dtype is not None else []
 
@@ -206,9 +221,9 @@ def _describe(key: str, value: Any) -> str:
     return f"{key} of shape {list(shape)}, {dtype.removeprefix('torch.')}, requires_grad={requires_grad}"
 
 
-def follow_parameters(optimizer: torch.optim.Optimizer, device: torch.device) -> None:
+def follow_parameters(optimizer: torch.optim.Optimizer) -> None:
     """Moves optimizer state that was made before the model moved."""
-    for state in optimizer.state.values():
+    for parameter, state in optimizer.state.items():
         for key, value in state.items():
             if isinstance(value, torch.Tensor) and key != "step":
-                state[key] = value.to(device)
+                state[key] = value.to(parameter.device)

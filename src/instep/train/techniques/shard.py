@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from instep.errors import UsageError
@@ -18,14 +18,16 @@ from instep.train.arguments import Arguments
 from instep.train.techniques.blocks import find_blocks
 
 
-def shard_parameters(model: nn.Module, mesh: DeviceMesh, *, gathered: bool) -> None:
+def shard_parameters(
+    model: nn.Module, mesh: DeviceMesh, *, gathered: bool, policy: OffloadPolicy | None = None
+) -> None:
     """Shards the model's repeated blocks, and the rest at the root, in place: parameters become DTensors.
 
     gathered: keep a block's parameters whole between forward and backward. Every rank must call it.
     """
     for unit in [*find_blocks(model), model]:
         # The root's parameters are needed first in backward, so FSDP2 keeps them in any case.
-        fully_shard(unit, mesh=mesh, reshard_after_forward=not gathered)
+        fully_shard(unit, mesh=mesh, reshard_after_forward=not gathered, offload_policy=policy or OffloadPolicy())
     for module in sharded_modules(model):
         module.set_gradient_divide_factor(1.0)  # sums; the mean over items is taken once, at the update
         module.set_force_sum_reduction_for_comms(True)  # gloo cannot multiply on the way
