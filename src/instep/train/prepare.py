@@ -69,6 +69,7 @@ def prepare_parts(
     on_host = options.offload and split.shard != 1
     if options.offload:
         check_offload(run._arguments.parallel if parallel is None else read_parallel(parallel))
+    if on_host:
         check_host_memory(model, optimizer, split, world)
     run._hooks += prepare_model(model, world, run._group, run._dtype, name, on_host=on_host)
     if sync_batch_norm:
@@ -105,7 +106,8 @@ def _shard(
 ) -> None:
     check_shardable(run._arguments)
     before = dict(model.named_parameters())
-    shard_parameters(model, build_mesh(split, run._entered()), gathered=split.gathered, policy=choose_policy(options.offload, run.device))
+    policy = choose_policy(options.offload, run.device)
+    shard_parameters(model, build_mesh(split, run._entered()), gathered=split.gathered, policy=policy)
     run._is_sharded, run._first_reference = True, run._arguments.micro_batch
     if optimizer is not None:
         follow_sharding(optimizer, before, dict(model.named_parameters()))
