@@ -22,6 +22,7 @@ from instep.train.reduce.shard_reducer import ShardReducer
 from instep.train.techniques.block_options import BlockOptions, change_blocks
 from instep.train.techniques.offload import check_host_memory, check_offload, choose_policy
 from instep.train.techniques.shard import check_shardable, follow_sharding, shard_parameters
+from instep.train.skips import Skips
 from instep.train.techniques.sync_batch_norm import convert_sync_batch_norm
 from instep.train.update import Scheduler, Trained, count_steps
 from instep.train.world import World
@@ -140,8 +141,9 @@ def _take_optimizer(
         compress, data = run._arguments.compress, run._grid.data
         transport = choose_transport(compress, run._exact, data, run._observer.say)
         reducer = choose_reducer(parameters, transport, compress, run._exact, run._slots, data)
-    trained = Trained(optimizer, reducer, parameters)
+    trained = Trained(optimizer, reducer, parameters, Skips(run._observer.say, run._loss_scale.enabled))
     trained.guard_step()
+    trained.guard_zero_grad()
     if scheduler is not None:
         plateau = isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)
         trained.schedulers.append(Scheduler(scheduler, "value" if plateau else every, count_steps(scheduler)))

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from instep import settings
-from instep.errors import RanksDisagree, UsageError
+from instep.errors import InstepError, RanksDisagree, UsageError
 from instep.records.parallel import Parallel, fit
 from instep.train import keeping, seeds
 from instep.train.arguments import Arguments, read_arguments
@@ -401,22 +401,29 @@ class Run:
             raise UsageError(f"{what} got an optimizer that run.prepare did not take. Prepare it with its model first.")
         return chosen
 
-    def _note_finite(self, step: Step, finite: bool) -> None:
+    def _note_finite(self, step: Step, trained: Trained, finite: bool) -> None:
         scale = self._loss_scale.value
         self._loss_scale.update(finite)
         if self._loss_scale.value != scale:
             for trained in self._trained:
                 trained.reducer.transport.rescale(self._loss_scale.value / scale)
         if finite:
+            trained.skips.note_good()
             return
+        why = f"its gradients are not finite (loss {step.loss})"
         if self._loss_scale.enabled:
-            self._observer.say(
-                f"step {step.index} skipped: gradients overflowed in fp16; loss scale {scale:g} -> {self._loss_scale.value:g}"
-            )
-        else:
-            self._observer.say(
-                f"step {step.index} skipped on all ranks: its gradients are not finite (loss {step.loss})"
-            )
+            why = f"gradients overflowed in fp16; loss scale {scale:g} -> {self._loss_scale.value:g}"
+        if trained.skips.note_skipped(step.index, why):
+            self._check_parameters(trained)
+
+    def _check_parameters(self, trained: Trained) -> None:
+        """Raises InstepError when no step can be finite any more. Every rank must call it."""
+        for broken in self._entered().gather_objects(trained.name_nonfinite(self._models), "a look at the parameters"):
+            if broken is not None:
+                raise InstepError(
+                    f"training has diverged: {broken} holds numbers that are not finite, so every further step would be "
+                    "skipped. Go back to a checkpoint, and lower the learning rate or set clip_norm."
+                )
 
     def _after_update(self, step: Step) -> None:
         """Ends the step after its usual number of updates; a loop with more of them ends it when it goes on."""

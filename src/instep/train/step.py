@@ -11,6 +11,7 @@ from torch import Tensor
 
 from instep.errors import UsageError
 from instep.train import seeds
+from instep.train.call_arguments import read_weight, show
 from instep.train.data.loader import MicroBatch, StepBatches
 from instep.train.forward_backward import check_functions, read_loss, take_apart
 from instep.train.position import LoopPosition
@@ -48,12 +49,13 @@ class Step:
         self._pass = -1
         self._reduced: dict[int, tuple[Table, float]] = {}
         self._updates = 0
+        self._updated_at: dict[int, tuple[int, int]] = {}  # pass and number of backwards of an optimizer's last update
+        self._has_ended = False
         self._backwards = 0
         self._with_backward = 0  # micro-batches of this pass
         self._reference = run._first_reference if run._reference is None else run._reference
         for trained in run._trained:
-            trained.updates = 0
-            trained.reducer.begin_step(trained.parameters(), self._reference)
+            trained.begin_step(self._reference)
 
     def __iter__(self) -> Iterator[Any]:
         run = self._run
@@ -85,6 +87,7 @@ class Step:
                 trained.reducer.flush(self._name("the next pass over"))
                 if self._updates:
                     trained.reducer.finish()  # gradients that no update took
+                    trained.cleared = None
                     self._reduced.pop(id(trained), None)
             trained.reducer.begin_pass(self._pass in trained.passes)
             trained.reducer.plan_turns(len(self._batches), self._name("a pass over"))
@@ -103,6 +106,8 @@ class Step:
         given = weight is not None
         value = self._read_weight(weight)
         chosen = run._choose(optimizer, "step.backward")
+        for trained in chosen:
+            trained.check_kept()
         self._backwards += 1
         if value == 0:
             for trained in chosen:
@@ -151,15 +156,7 @@ class Step:
     def _read_weight(self, weight: Any) -> float:
         if weight is None:
             return self._current.num_samples if self._current is not None else 1
-        if isinstance(weight, Tensor):
-            if weight.numel() != 1:
-                raise UsageError(f"step.backward(weight=...) has shape {tuple(weight.shape)}; it takes one number.")
-            weight = weight.detach().item()
-        if isinstance(weight, bool) or not isinstance(weight, (int, float)) or not weight >= 0 or math.isinf(weight):
-            raise UsageError(
-                f"step.backward(weight={weight!r}): the weight is the number of items that the loss is a mean of, at least 0."
-            )
-        return weight
+        return read_weight("step.backward", weight, "loss")
 
     def all_rows(self, fn: Callable[..., Any]) -> Any:
         """fn's rows for the whole global batch, in sample order. Every rank must call it, outside the inner loop.
@@ -187,6 +184,7 @@ class Step:
 
     def reduce(self, optimizer: torch.optim.Optimizer | None = None) -> None:
         """Makes `param.grad` final: averaged, unscaled, equal on all ranks. Every rank must call it; update() follows."""
+        self._check_place("step.reduce")
         for trained in self._run._choose(optimizer, "step.reduce"):
             table, factor = self._reduce(trained)
             scale_gradients(trained.reducer.gradients(), factor)
@@ -196,6 +194,7 @@ class Step:
         if id(trained) in self._reduced:
             return self._reduced[id(trained)]
         run = self._run
+        trained.check_kept()
         stray = trained.reducer.stray
         if stray is not None:
             raise UsageError(
@@ -226,18 +225,55 @@ class Step:
         optimizer: only that one, where several were prepared; may be called several times in a step.
         Raises UsageError for gradients that came past step.backward and for an update before any backward.
         """
+        self._check_place("step.update")
         for trained in self._run._choose(optimizer, "step.update"):
+            if self._updated_at.get(id(trained)) == (self._pass, self._backwards):
+                raise UsageError(
+                    f"step.update() of step {self.index} came a second time without a step.backward in between. Call it once, "
+                    "after the loop over the step's micro-batches; with several optimizers name each: step.update(optimizer)."
+                )
             self._update(trained)
         self._run._after_update(self)
+
+    def _check_place(self, call: str) -> None:
+        """Raises UsageError for a call from inside the inner loop, or from behind the outer one."""
+        if self._has_ended:
+            raise UsageError(
+                f"{call}() came when step {self.index} had ended already, so its gradients are gone. Call it inside the loop over "
+                "run.steps, after the loop over the step's micro-batches."
+            )
+        if self._current is not None:
+            raise UsageError(
+                f"{call}() of step {self.index} was called inside the loop over the step's micro-batches, of which each rank has "
+                "some. Call it once, after that loop: one level less of indentation."
+            )
+
+    def _note_unreached(self, trained: Trained, table: Table) -> bool:
+        """Whether backward ran and no parameter of this optimizer got a gradient, on any rank."""
+        reached = not table.counted or not table.used.size or bool(table.used.any())
+        trained.reached |= bool(table.counted) and reached
+        if reached:
+            return False
+        name = type(trained.optimizer).__name__
+        if not trained.reached and len(self._run._trained) == 1:
+            raise UsageError(
+                f"no parameter of {name} got a gradient in step {self.index}: the loss does not come from the model that "
+                "run.prepare took. Call that model, not a copy of it or the one before a change of its parameters."
+            )
+        self._run._observer.say(f"no parameter of {name} got a gradient in a step, so its update does nothing (said once)")
+        return True
 
     def _update(self, trained: Trained) -> None:
         run = self._run
         table, factor = self._reduce(trained)
         del self._reduced[id(trained)]
+        self._updated_at[id(trained)] = (self._pass, self._backwards)
         trained.new_passes.add(self._pass)
         if not table.counted:
             self.skipped = True
             run._observer.say("a step had no micro-batch with a backward on any rank: skipped (said once)")
+        elif self._note_unreached(trained, table):
+            self.skipped = True
         else:
             gradients = trained.reducer.gradients()
             norm = trained.reducer.norm() * factor
@@ -250,11 +286,11 @@ class Step:
                     clamp_gradients(gradients, run._clip_value)
                     factor = 1.0
                 step_optimizer(trained, factor * clip_coefficient(norm, run._clip_norm))
-            run._note_finite(self, finite)
+            run._note_finite(self, trained, finite)
             if run._next_reference is None and table.weights[0]:
                 run._next_reference = table.weights[0] / table.counted if table.given else run._slots.micro_batch
                 if not table.given:
-                    self.num_samples = table.weights[0]
+                    self.num_samples = int(table.weights[0])
         trained.reducer.finish()
         self._updates += 1
         trained.updates += 1
@@ -277,6 +313,7 @@ class Step:
     def end(self) -> None:
         """The loop goes on: ends what no update ended, and learns the pattern of updates for the next step."""
         run = self._run
+        self._has_ended = True
         if self._backwards and not self._updates:
             run._observer.say("a step had step.backward but no step.update: its gradients are dropped (said once)")
         for trained in run._trained:
@@ -293,10 +330,15 @@ class Step:
 def check_loss(loss: object) -> None:
     """Raises UsageError for what has no backward."""
     if not isinstance(loss, Tensor):
-        raise UsageError(f"step.backward got a {type(loss).__name__}; it takes the loss, a tensor of shape ().")
+        raise UsageError(f"step.backward got {show(loss)}; it takes the loss, a tensor of shape ().")
     if loss.numel() != 1:
         raise UsageError(
             f"step.backward got a loss of shape {tuple(loss.shape)}; it has to be a scalar, a mean over the samples: loss.mean()."
+        )
+    if loss.is_complex():
+        raise UsageError(
+            f"step.backward got a complex loss ({str(loss.dtype).removeprefix('torch.')}), which has no least value. Give it a "
+            "real number: loss.abs(), or loss.real."
         )
     if not loss.requires_grad:
         raise UsageError(

@@ -11,8 +11,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from instep.errors import UsageError
+from instep.records.finding import CallSite
+from instep.train.call_site import user_call_site
 from instep.train.reduce.reducer import SMALL_BYTES, Reducer
 from instep.train.reduce.shard_reducer import ShardReducer
+from instep.train.skips import Skips
 
 
 @dataclass
@@ -48,12 +51,19 @@ class Trained:
     optimizer: torch.optim.Optimizer
     reducer: Reducer | ShardReducer
     ordered: list[nn.Parameter]  # rank 0's order
+    skips: Skips
     schedulers: list[Scheduler] = field(default_factory=list)
     updating: bool = False
     passes: frozenset[int] = frozenset()  # of the step before: after which passes an update came
     new_passes: set[int] = field(default_factory=set)
     updates: int = 0  # in this step
+    reached: bool = False  # whether one of its parameters ever got a gradient
+    cleared: CallSite | None = None  # where the script cleared gradients that no update had used
     guard: Any = None
+
+    def begin_step(self, reference: float | None) -> None:
+        self.updates, self.cleared = 0, None
+        self.reducer.begin_step(self.parameters(), reference)
 
     def parameters(self) -> list[nn.Parameter]:
         """All of them, in an order that is the same on all ranks; new ones (add_param_group) at the end."""
@@ -81,6 +91,38 @@ class Trained:
         self.reducer.transport.close()
         if self.guard is not None:
             self.guard.remove()
+        vars(self.optimizer).pop("zero_grad", None)
+
+    def check_kept(self) -> None:
+        """Raises UsageError when gradients of this update are gone."""
+        if self.cleared is None and not self.reducer.has_lost_gradients():
+            return
+        at = f"at {self.cleared}" if self.cleared is not None else "from the script (as by model.zero_grad())"
+        raise UsageError(
+            f"zero_grad() {at} has cleared gradients that step.backward had added and no step.update() had used. "
+            "step.update() clears them itself; take the call out."
+        )
+
+    def name_nonfinite(self, models: Sequence[nn.Module]) -> str | None:
+        """The first parameter (this rank's part of it) that holds NaN or infinity."""
+        names = {id(p): name for model in models for name, p in model.named_parameters()}
+        for parameter in self.ordered:
+            own = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+            if not bool(torch.isfinite(own).all()):
+                return names.get(id(parameter), "a parameter")
+        return None
+
+    def guard_zero_grad(self) -> None:
+        """Notes where the script clears gradients in the middle of a step. By an attribute of the object: copies, pickles
+        and state_dict of an optimizer leave it out."""
+        clear = self.optimizer.zero_grad
+
+        def zero_grad(*args: Any, **kwargs: Any) -> None:
+            if self.reducer.lanes.all and self.cleared is None:
+                self.cleared = user_call_site()
+            clear(*args, **kwargs)
+
+        self.optimizer.zero_grad = zero_grad
 
     def guard_step(self) -> None:
         """Makes `optimizer.step()` from the script an error, since it would step with local gradients."""

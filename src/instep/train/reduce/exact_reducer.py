@@ -87,6 +87,10 @@ class ExactReducer(Reducer):
             )
         super().enter_backward()
 
+    def has_lost_gradients(self) -> bool:
+        """Never: a slot's gradients are taken out of the parameters as they come."""
+        return False
+
     def _accept(self, i: int, parameter: Tensor) -> bool:
         gradient = parameter.grad
         assert gradient is not None

@@ -116,6 +116,12 @@ class Reducer:
         self.receiving = True
         self.lanes.enter()
 
+    def has_lost_gradients(self) -> bool:
+        """Whether gradients that were added up are gone, as after model.zero_grad(); told by one parameter."""
+        i = self._filled.find(1)
+        is_sent = i >= 0 and 0 <= self._bucket_of[i] < len(self._handles)
+        return i >= 0 and not is_sent and self.parameters[i].grad is None
+
     def leave_backward(self) -> None:
         self.receiving = False
         self.lanes.leave()
@@ -191,7 +197,8 @@ class Reducer:
         ranks are not in the same update.
         """
         if not self._built and not self._build(what):
-            return Table([call], 0, 0, stop, [], [], np.zeros(0), np.zeros(0))
+            counted = sum(self.world.gather_objects(self.lanes.num_counted(), what))
+            return Table([call], counted, 0, stop, [], [], np.zeros(len(self.parameters)), np.zeros(0))
         note = self._note(call, stop)
         table = self._alone(note) if self.world.size == 1 else self._together(note, what)
         if table.counted:

@@ -101,6 +101,10 @@ class ShardReducer:
         self._turns.receiving = True
         self._had_backward = True
 
+    def has_lost_gradients(self) -> bool:
+        """Unknown here: FSDP2 keeps what was added up."""
+        return False
+
     def leave_backward(self) -> None:
         self._turns.receiving = False
         self.lanes.next += 1
