@@ -9,6 +9,7 @@ import torch
 
 from instep.errors import UsageError
 from instep.train import seeds
+from instep.train.call_arguments import show
 from instep.train.data.loader import Loader
 from instep.train.reduce.shard_reducer import ShardReducer
 
@@ -20,7 +21,7 @@ _STREAM = 1 << 32  # keeps the random numbers of evaluations apart from those of
 
 def evaluation_batches(run: Run, loader: Loader) -> Iterator[Any]:
     if not isinstance(loader, Loader):
-        raise UsageError(f"run.evaluate got a {type(loader).__name__}; it takes what run.loader(...) returns.")
+        raise UsageError(f"run.evaluate got {show(loader)}; it takes what run.loader(...) returns.")
     return _batches(run, loader)
 
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from instep.errors import UsageError
 from instep.train import seeds
+from instep.train.call_arguments import show
 from instep.train.data.loader import Epoch, Loader, MicroBatch
 from instep.train.position import LoopPosition
 from instep.train.slots import check_positive
@@ -18,13 +19,14 @@ if TYPE_CHECKING:
 
 def loop_steps(run: Run, loader: Loader | None, epochs: int | None, steps: int | None) -> Iterator[Step]:
     """Checks the arguments at the call, then yields lazily."""
+    if loader is not None and not isinstance(loader, Loader):
+        hint = f" Without data: run.steps(steps={loader})." if isinstance(loader, int) else ""
+        raise UsageError(f"run.steps got {show(loader)}; it takes what run.loader(...) returns.{hint}")
     if (epochs is None) == (steps is None):
         raise UsageError(f"run.steps(epochs={epochs}, steps={steps}): give one of the two.")
     check_positive("epochs" if steps is None else "steps", epochs if steps is None else steps)
     if loader is None and steps is None:
         raise UsageError("run.steps without a loader has no epochs: say how many steps, run.steps(steps=1000).")
-    if loader is not None and not isinstance(loader, Loader):
-        raise UsageError(f"run.steps got a {type(loader).__name__}; it takes what run.loader(...) returns.")
     number = run._calls
     run._calls += 1
     position = run._position.loop(number)

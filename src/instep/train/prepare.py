@@ -19,10 +19,10 @@ from instep.train.precision import autocast_forward
 from instep.train.reduce.choose import choose_reducer, choose_transport
 from instep.train.reduce.reducer import Reducer
 from instep.train.reduce.shard_reducer import ShardReducer
+from instep.train.skips import Skips
 from instep.train.techniques.block_options import BlockOptions, change_blocks
 from instep.train.techniques.offload import check_host_memory, check_offload, choose_policy
 from instep.train.techniques.shard import check_shardable, follow_sharding, shard_parameters
-from instep.train.skips import Skips
 from instep.train.techniques.sync_batch_norm import convert_sync_batch_norm
 from instep.train.update import Scheduler, Trained, count_steps
 from instep.train.world import World

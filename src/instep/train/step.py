@@ -260,7 +260,9 @@ class Step:
                 f"no parameter of {name} got a gradient in step {self.index}: the loss does not come from the model that "
                 "run.prepare took. Call that model, not a copy of it or the one before a change of its parameters."
             )
-        self._run._observer.say(f"no parameter of {name} got a gradient in a step, so its update does nothing (said once)")
+        self._run._observer.say(
+            f"no parameter of {name} got a gradient in a step, so its update does nothing (said once)"
+        )
         return True
 
     def _update(self, trained: Trained) -> None:

@@ -10,6 +10,7 @@ import torch
 
 from instep.errors import UsageError
 from instep.records.choice import Choice
+from instep.train.call_arguments import read_flag, show
 from instep.train.data.epoch import Epoch, MicroBatch, StepBatches
 from instep.train.data.feed import Feed, IndexedFeed, StreamFeed
 from instep.train.data.fetch import TensorFetch, choose_fetch
@@ -70,6 +71,14 @@ def build_loader(
         raise UsageError("run.loader was given what run.loader has returned. Use that itself, or give the dataset.")
     for name in unknown:
         raise UsageError(f"run.loader has no {name}=. {INSTEAD.get(name, 'Allowed: ' + ', '.join(OPTIONS) + '.')}")
+    for name, value in {
+        "shuffle": shuffle, "drop_last": drop_last, "pin_memory": pin_memory, "persistent_workers": persistent_workers
+    }.items():  # fmt: skip
+        if value is not None:
+            read_flag("run.loader", name, value)
+    for name, value in {"collate_fn": collate_fn, "worker_init_fn": worker_init_fn}.items():
+        if value is not None and not callable(value):
+            raise UsageError(f"run.loader({name}={show(value)}): {name} is a function, or left out.")
     workers = WorkerOptions(
         num_workers, pin_memory, persistent_workers, prefetch_factor, worker_init_fn, multiprocessing_context
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -245,6 +246,13 @@ def _check_workers(workers: WorkerOptions) -> None:
     number = workers.num_workers
     if number is not None and (isinstance(number, bool) or not isinstance(number, int) or number < 0):
         raise UsageError(f"num_workers={number!r} has to be a whole number of at least 0.")
+    context = workers.multiprocessing_context
+    if isinstance(context, str) and context not in (allowed := multiprocessing.get_all_start_methods()):
+        raise UsageError(
+            f"multiprocessing_context={context!r} is no way to start processes here. Allowed: {', '.join(map(repr, allowed))}."
+        )
+    if context is not None and not isinstance(context, str) and not hasattr(context, "Process"):
+        raise UsageError(f"multiprocessing_context={context!r} has to be a name such as 'spawn', or a context of multiprocessing.")
     factor = workers.prefetch_factor
     if factor is not None and (isinstance(factor, bool) or not isinstance(factor, int) or factor < 1):
         raise UsageError(f"prefetch_factor={factor!r} has to be a whole number of at least 1.")

@@ -18,6 +18,7 @@ from instep.train.observe.trackers import Tracker, open_trackers
 
 OWN_NAMES = ("step", "epoch", "time", "seconds", "samples", "skipped", "nonfinite")
 PLAIN = (bool, int, float, str)
+MOST_BITS = 1023  # of a whole number that a float can hold too, as trackers want it
 
 
 def check_loggable(name: str, value: object) -> None:
@@ -27,13 +28,29 @@ def check_loggable(name: str, value: object) -> None:
             f"run.log({name}=...): {name!r} is written for every step already, as are {', '.join(OWN_NAMES)}. "
             "Choose another name."
         )
-    if value is None or isinstance(value, PLAIN) or _num_elements(value) == 1:
+    if value is None or isinstance(value, PLAIN):
+        if isinstance(value, int) and value.bit_length() > MOST_BITS:
+            raise UsageError(f"run.log({name}=...) got a whole number of {value.bit_length()} bits; it takes at most {MOST_BITS}.")
+        return
+    if _num_elements(value) == 1 and _is_plain_kind(value):
         return
     count = _num_elements(value)
+    if count == 1:
+        raise UsageError(
+            f"run.log({name}=...) got {getattr(value, 'dtype', type(value).__name__)}, which is no real number and no text."
+        )
     what = f"a {type(value).__name__}" + ("" if count is None else f" of {count} elements")
     raise UsageError(
         f"run.log({name}=...) got {what}; it takes a number, a text, a bool, None or a tensor of one element."
     )
+
+
+def _is_plain_kind(value: Any) -> bool:
+    """Whether the element of a tensor or an array is a real number, a bool or a text, and is there."""
+    kind = getattr(value.dtype, "kind", None) if hasattr(value, "dtype") else None
+    if kind is not None:
+        return kind in "biufU"
+    return not getattr(value, "is_meta", False) and not (hasattr(value, "is_complex") and value.is_complex())
 
 
 def _num_elements(value: Any) -> int | None:
