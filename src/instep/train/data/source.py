@@ -252,7 +252,9 @@ def _check_workers(workers: WorkerOptions) -> None:
             f"multiprocessing_context={context!r} is no way to start processes here. Allowed: {', '.join(map(repr, allowed))}."
         )
     if context is not None and not isinstance(context, str) and not hasattr(context, "Process"):
-        raise UsageError(f"multiprocessing_context={context!r} has to be a name such as 'spawn', or a context of multiprocessing.")
+        raise UsageError(
+            f"multiprocessing_context={context!r} has to be a name such as 'spawn', or a context of multiprocessing."
+        )
     factor = workers.prefetch_factor
     if factor is not None and (isinstance(factor, bool) or not isinstance(factor, int) or factor < 1):
         raise UsageError(f"prefetch_factor={factor!r} has to be a whole number of at least 1.")

@@ -30,7 +30,9 @@ def check_loggable(name: str, value: object) -> None:
         )
     if value is None or isinstance(value, PLAIN):
         if isinstance(value, int) and value.bit_length() > MOST_BITS:
-            raise UsageError(f"run.log({name}=...) got a whole number of {value.bit_length()} bits; it takes at most {MOST_BITS}.")
+            raise UsageError(
+                f"run.log({name}=...) got a whole number of {value.bit_length()} bits; it takes at most {MOST_BITS}."
+            )
         return
     if _num_elements(value) == 1 and _is_plain_kind(value):
         return
