@@ -19,6 +19,7 @@ class Parallel:
     pipeline: ranks that share the depth. One may be left to fill the rest (None).
 
     gathered: parameters stay whole between forward and backward, which saves a gather and costs their memory (zero2).
+    average_every: above 1, copies train by themselves and take the mean of their parameters every so many steps.
     """
 
     replicate: int | None = 1
@@ -26,6 +27,7 @@ class Parallel:
     tensor: int | None = 1
     pipeline: int | None = 1
     gathered: bool = False
+    average_every: int = 1
 
     def describe(self) -> str:
         shown = [f"{axis}={getattr(self, axis)}" for axis in AXES if getattr(self, axis) != 1]
@@ -66,7 +68,19 @@ def read_parallel(value: object) -> Parallel:
             raise UsageError(
                 f"parallel: the axis {axis} is not built yet in this version of instep; replicate and shard are."
             )
+    _check_average(parallel)
     return parallel
+
+
+def _check_average(parallel: Parallel) -> None:
+    every = parallel.average_every
+    if isinstance(every, bool) or not isinstance(every, int) or every < 1:
+        raise UsageError(f"Parallel(average_every={every!r}): it is a number of steps, at least 1.")
+    if every > 1 and any(getattr(parallel, axis) != 1 for axis in AXES if axis != "replicate"):
+        raise UsageError(
+            f"Parallel(average_every={every}) lets whole copies of the model train by themselves and goes with replicate only, "
+            f"not with {parallel.describe()}. Leave average_every out, or the other degrees."
+        )
 
 
 def fit(parallel: Parallel, world_size: int) -> Parallel:

@@ -12,6 +12,7 @@ from instep.train import seeds
 from instep.train.call_arguments import show
 from instep.train.data.loader import Loader
 from instep.train.reduce.shard_reducer import ShardReducer
+from instep.train.techniques.local_sgd import average_all
 
 if TYPE_CHECKING:
     from instep.train.run import Run
@@ -26,6 +27,7 @@ def evaluation_batches(run: Run, loader: Loader) -> Iterator[Any]:
 
 
 def _batches(run: Run, loader: Loader) -> Iterator[Any]:
+    average_all(run, "run.evaluate")
     generators = seeds.get_generators()
     modes = [(module, module.training) for model in run._models for module in model.modules()]
     gradients = torch.is_grad_enabled()

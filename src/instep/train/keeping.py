@@ -17,6 +17,7 @@ from instep.train.checkpoint.store import Checkpoints
 from instep.train.exactness import describe_differences, read_facts
 from instep.train.position import Position
 from instep.train.reduce.power_sgd import PowerSGD
+from instep.train.techniques.local_sgd import average_all
 from instep.train.update import count_steps
 
 if TYPE_CHECKING:
@@ -58,6 +59,7 @@ def save(run: Run, metric: float | None, best: str | None) -> None:
     if run._step is not None and run._step.update_calls:
         run._finish_step(run._step)
     run._observer.flush()
+    average_all(run, "run.save", state=True)
     tensors, training = capture(*_parts(run))
     more, values = encode_state(
         {
@@ -200,6 +202,7 @@ def load_weights(run: Run, path: Path, model: nn.Module | None, strict: bool) ->
 def export_weights(run: Run, path: Path, model: nn.Module | None) -> None:
     from instep.train.checkpoint.interchange import export
 
+    average_all(run, "run.export")
     export(_which(run, model, "run.export"), path, run._entered())
 
 

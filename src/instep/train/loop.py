@@ -12,6 +12,7 @@ from instep.train.data.loader import Epoch, Loader, MicroBatch
 from instep.train.position import LoopPosition
 from instep.train.slots import check_positive
 from instep.train.step import Step
+from instep.train.techniques.local_sgd import average_all
 
 if TYPE_CHECKING:
     from instep.train.run import Run
@@ -57,6 +58,7 @@ def _data_steps(
             yield from _epoch_steps(run, epoch, position, epochs, steps)
         finally:
             epoch.close()
+    average_all(run, "the end of run.steps")
 
 
 def _epoch_steps(
@@ -93,6 +95,7 @@ def _slot_steps(run: Run, position: LoopPosition, steps: int) -> Iterator[Step]:
     while position.taken < steps:
         slots = [MicroBatch(slot, run._slots.micro_batch, slot) for slot in run._slots.local]
         yield from _one(run, Step(run, position, slots, ends_epoch=False))
+    average_all(run, "the end of run.steps")
 
 
 def _one(run: Run, step: Step) -> Iterator[Step]:

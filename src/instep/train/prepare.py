@@ -17,10 +17,12 @@ from instep.train.mesh import build_mesh, num_peers
 from instep.train.parts import check_new, check_optimizer, check_plain, check_scheduler, loose_parameters
 from instep.train.precision import autocast_forward
 from instep.train.reduce.choose import choose_reducer, choose_transport
+from instep.train.reduce.local_reducer import LocalReducer
 from instep.train.reduce.reducer import Reducer
 from instep.train.reduce.shard_reducer import ShardReducer
 from instep.train.skips import Skips
 from instep.train.techniques.block_options import BlockOptions, change_blocks
+from instep.train.techniques.local_sgd import check_local_sgd
 from instep.train.techniques.offload import check_host_memory, check_offload, choose_policy
 from instep.train.techniques.shard import check_shardable, follow_sharding, shard_parameters
 from instep.train.techniques.sync_batch_norm import convert_sync_batch_norm
@@ -137,6 +139,9 @@ def _take_optimizer(
     if split.shard != 1:
         assert split.replicate is not None
         reducer = ShardReducer(model, parameters, run._grid, split.replicate)
+    elif split.average_every > 1:
+        check_local_sgd(run._arguments)
+        reducer = LocalReducer(parameters, run._grid.data, split.average_every)
     else:
         compress, data = run._arguments.compress, run._grid.data
         transport = choose_transport(compress, run._exact, data, run._observer.say)

@@ -34,6 +34,7 @@ from instep.train.prepare import prepare_parts
 from instep.train.slots import Slots, plan_slots
 from instep.train.step import Step
 from instep.train.techniques.block_options import read_block_options
+from instep.train.techniques.local_sgd import average_when_due
 from instep.train.totals import local_terms, mean_of, sum_of
 from instep.train.update import Trained
 from instep.train.world import World, join_world, leave_world
@@ -443,6 +444,7 @@ class Run:
         rate = self._trained[0].optimizer.param_groups[0]["lr"] if self._trained else None
         for trained in self._trained:
             trained.schedule(step)
+        average_when_due(self, step.index)
         step.advance_position()
         self._observer.step(
             step.index,
