@@ -97,6 +97,9 @@ class Zygote:
             os.setsid()
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        # A shell starts `command &` with these ignored; under torchrun ranks hear them all the same.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.signal(signal.SIGQUIT, signal.SIG_DFL)
         linux.die_with_parent(self.pid)
         self.launcher.close()
         os.close(self.wake_reader)

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import py_compile
 import re
+import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -33,6 +35,17 @@ def read_facts(prefix: str, rank: int) -> dict[str, Any]:
     return facts
 
 
+@pytest.fixture(params=["in front", "in the background"])
+def _started_by_a_shell(request: pytest.FixtureRequest) -> Iterator[None]:
+    """A shell has what it starts with & ignore Ctrl-C."""
+    numbers = (signal.SIGINT, signal.SIGQUIT) if request.param == "in the background" else ()
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in numbers}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.usefixtures("_started_by_a_shell")
 @pytest.mark.parametrize("words", [[str(SCRIPTS / "facts.py")], ["--no-fork", "-m", "pack.facts"]])
 def test_a_rank_sees_what_it_sees_under_torchrun(launch: Launcher, words: list[str]) -> None:
     program = [word for word in words if word != "--no-fork"]
