@@ -1,0 +1,18 @@
+"""Parameters that other ranks hold."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+
+class Absent(nn.Parameter):
+    """Stands in a model for a parameter of another rank: shape and type, no numbers, never trained here."""
+
+    @staticmethod
+    def of(parameter: nn.Parameter) -> Absent:
+        return Absent(torch.empty_like(parameter, device="meta"), requires_grad=False)
+
+
+def is_absent(tensor: object) -> bool:
+    return isinstance(tensor, Absent)

@@ -1,0 +1,1 @@
+"""The depth of a model shared out over ranks, on torch.distributed.pipelining."""

@@ -1,0 +1,116 @@
+"""The parts of a model that a stage runs or leaves out as a whole, with their forward under control."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
+
+from instep.errors import UsageError
+from instep.train.techniques.pipeline.cut import Cuts
+
+
+@dataclass(frozen=True)
+class Piece:
+    """stage: whose module this is, None for one that has parts in several; entry: the stage that begins with it."""
+
+    name: str
+    module: nn.Module
+    stage: int | None
+    entry: int | None = None
+
+
+class Run(Protocol):
+    """One run of the model's forward, of which only some pieces are computed."""
+
+    def call(self, piece: Piece, original: Callable[..., Any], args: Any, kwargs: Any) -> Any: ...
+
+
+class Pieces:
+    """Takes over the forward of a model's pieces. While no run is under way they work as before.
+
+    held: the stages whose parameters are here.
+    """
+
+    def __init__(self, model: nn.Module, cuts: Cuts, held: frozenset[int]) -> None:
+        self.run: Run | None = None
+        self._held = held
+        self.all = find_pieces(model, cuts)
+        self.loose = find_loose(model, cuts, {id(piece.module) for piece in self.all if piece.stage is not None})
+        self._before = [piece.module.__dict__.get("forward") for piece in self.all]
+        for piece in self.all:
+            self._take_over(piece)
+
+    def close(self) -> None:
+        for piece, before in zip(self.all, self._before):
+            piece.module.__dict__.pop("forward", None)
+            if before is not None:
+                piece.module.forward = before
+
+    def _take_over(self, piece: Piece) -> None:
+        original = piece.module.forward
+
+        @functools.wraps(original)
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            if self.run is not None:
+                return self.run.call(piece, original, args, kwargs)
+            if piece.stage is not None and piece.stage not in self._held:
+                raise UsageError(
+                    f"{piece.name} is in stage {piece.stage} of the pipeline, which this rank does not hold. Call the whole model, "
+                    "which all ranks of the pipeline do together."
+                )
+            return original(*args, **kwargs)
+
+        piece.module.forward = forward
+
+
+def find_pieces(model: nn.Module, cuts: Cuts) -> list[Piece]:
+    """The largest modules that lie in one stage, and those that begin one."""
+    entries = {name: number + 1 for number, name in enumerate(cuts.names)}
+    found: dict[int, Piece] = {}
+
+    def visit(module: nn.Module, name: str) -> None:
+        if id(module) in found:
+            return
+        inner = [key for key in entries if key.startswith(f"{name}.")] if name else list(entries)
+        stages = {cuts.stages[key] for key in _tensor_names(module, name)}
+        is_unit = len(stages) == 1 and not inner and _has_state(module)
+        if is_unit or name in entries:
+            found[id(module)] = Piece(name, module, stages.pop() if is_unit else None, entries.get(name))
+        if not is_unit:
+            for child, each in module.named_children():
+                visit(each, f"{name}.{child}".lstrip("."))
+
+    visit(model, "")
+    return list(found.values())
+
+
+def find_loose(model: nn.Module, cuts: Cuts, units: set[int]) -> list[tuple[nn.Module, str, int]]:
+    """Parameters that belong to no unit, as those of the model itself: module, name and stage."""
+    found: list[tuple[nn.Module, str, int]] = []
+
+    def visit(module: nn.Module, prefix: str) -> None:
+        if id(module) in units:
+            return
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                found.append((module, name, cuts.stages[f"{prefix}{name}"]))
+        for name, child in module.named_children():
+            visit(child, f"{prefix}{name}.")
+
+    visit(model, "")
+    return found
+
+
+def _tensor_names(module: nn.Module, prefix: str) -> list[str]:
+    names = [*dict(module.named_parameters()), *dict(module.named_buffers())]
+    return [f"{prefix}.{name}".lstrip(".") for name in names]
+
+
+def _has_state(module: nn.Module) -> bool:
+    """Parameters, or statistics that forward writes. Constant buffers alone, as of rotary embeddings, are for all stages."""
+    return any(True for _ in module.parameters()) or any(isinstance(each, _NormBase) for each in module.modules())

@@ -1,0 +1,258 @@
+"""What a stage receives and passes on, found by running the model's forward on tensors without numbers.
+
+The forward is the user's, whole, in every stage. A module of an earlier stage gives a fake output at once; the fakes
+among the arguments of the module that begins a stage are what that stage receives. So whatever the forward computes
+from its inputs alone (positions, masks) is there in every stage, and nothing has to be written for a pipeline.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+
+from instep.errors import UsageError
+from instep.train.seeds import get_generators, restore_generators
+from instep.train.techniques.pipeline.cut import Cuts
+from instep.train.techniques.pipeline.fakes import Draws, cut_off, explained, fake_like, has_fake, is_fake, new_mode
+from instep.train.techniques.pipeline.pieces import Piece, Pieces
+
+MOST_PLANS = 256  # shapes of inputs to remember
+
+
+@dataclass(frozen=True)
+class Carried:
+    """A tensor that goes from one stage to the next."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool
+
+
+@dataclass
+class Boundary:
+    """places: which of the flattened arguments of the module that begins the stage come from the stage before."""
+
+    places: list[int]
+    carried: tuple[Carried, ...]
+    fakes: list[Tensor]
+
+
+@dataclass
+class Plan:
+    """For inputs of certain shapes. boundaries: of stages 1, 2, ...; outputs: of the units, in order of calls; draws:
+    whether forward draws random numbers; leaves, spec: of the model's output."""
+
+    boundaries: list[Boundary] = field(default_factory=list)
+    outputs: list[Any] = field(default_factory=list)
+    loose: dict[tuple[int, str], Tensor] = field(default_factory=dict)
+    draws: bool = False
+    leaves: list[Any] = field(default_factory=list)
+    spec: TreeSpec | None = None
+
+    @property
+    def key(self) -> tuple[tuple[Carried, ...], ...]:
+        """Plans with the same key move the same tensors between stages."""
+        return tuple(boundary.carried for boundary in self.boundaries)
+
+
+class Tracer:
+    """Makes plans on a copy of the model that has no numbers. Make it before the model is cut; device: where stages run."""
+
+    def __init__(self, model: nn.Module, cuts: Cuts, device: torch.device) -> None:
+        memo: dict[int, Any] = {}
+        for p in model.parameters():
+            memo[id(p)] = nn.Parameter(torch.empty_like(p, device="meta"), requires_grad=p.requires_grad)
+        self._model = copy.deepcopy(model, memo)
+        self._pieces = Pieces(self._model, cuts, frozenset(range(cuts.count)))
+        self._cuts, self._device, self._kind = cuts, device, type(model).__name__
+        self._plans: dict[Hashable, Plan] = {}
+
+    def plan(self, args: Any, kwargs: Any, training: dict[str, bool]) -> Plan:
+        """training: of each module of the model. Raises UsageError for a forward that cannot be cut there."""
+        key = _describe_inputs(args, kwargs, self._model.training)
+        if key not in self._plans or training != self._modes():
+            for name, module in self._model.named_modules():
+                module.training = training[name]
+            key = _describe_inputs(args, kwargs, self._model.training)
+            self._plans.pop(key, None)
+        if key not in self._plans:
+            if len(self._plans) == MOST_PLANS:
+                self._plans.clear()
+            self._plans[key] = self._make(args, kwargs)
+        return self._plans[key]
+
+    def _modes(self) -> dict[str, bool]:
+        return {name: module.training for name, module in self._model.named_modules()}
+
+    def _make(self, args: Any, kwargs: Any) -> Plan:
+        generators = get_generators()
+        names = ", ".join(map(repr, self._cuts.names))
+        probe = Probe(self._cuts, self._device, f"{self._kind} cannot be cut before {names}")
+        for module, name, stage in self._pieces.loose:
+            fake = probe.fake_of(stage, module._parameters[name])
+            probe.plan.loose[id(module), name] = fake
+        kept = [(module, name, module._parameters[name]) for module, name, _ in self._pieces.loose]
+        self._pieces.run = probe
+        try:
+            for module, name, _ in self._pieces.loose:
+                module._parameters[name] = probe.plan.loose[id(module), name]  # type: ignore[assignment]
+            with explained(probe.what), probe.draws:
+                output = self._model.forward(*args, **kwargs)
+        finally:
+            self._pieces.run = None
+            for module, name, parameter in kept:
+                module._parameters[name] = parameter
+            restore_generators(generators)
+        plan = probe.finish(output)
+        plan.loose = {(number, name): plan.loose[id(m), name] for number, (m, name, _) in enumerate(self._pieces.loose)}
+        return plan
+
+
+def _describe_inputs(args: Any, kwargs: Any, training: bool) -> Hashable:
+    leaves, spec = tree_flatten((args, kwargs))
+    autocast = [(kind, torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
+    found = [(v.shape, v.dtype, v.requires_grad) if isinstance(v, Tensor) else repr(v) for v in leaves]
+    return repr((found, autocast)), str(spec), training, torch.is_grad_enabled()
+
+
+class Probe:
+    """A run in which no piece has numbers. what: begins each complaint."""
+
+    def __init__(self, cuts: Cuts, device: torch.device, what: str) -> None:
+        self.plan, self.what, self.draws = Plan(), what, Draws()
+        self._cuts, self._device = cuts, device
+        self._modes = [new_mode() for _ in range(cuts.count)]
+        self._stage = 0
+
+    def fake_of(self, stage: int, tensor: Tensor) -> Tensor:
+        return fake_like(self._modes[stage], tensor, self._device, tensor.requires_grad)
+
+    def call(self, piece: Piece, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        if piece.entry is not None:
+            args, kwargs = self._enter(piece, args, kwargs)
+        if piece.stage is None:
+            return original(*args, **kwargs)
+        if piece.stage != self._stage:
+            raise UsageError(
+                f"{self.what}: {piece.name} is registered in stage {piece.stage} and runs in stage {self._stage}. Create the "
+                "model's modules in the order in which forward uses them, or name other cut points, as Parallel(cut=['layers.4'])."
+            )
+        holder = _Holder(piece.module, original)
+        fakes = {
+            f"module.{name}": self.fake_of(self._stage, tensor)
+            for held in (piece.module.named_parameters(), piece.module.named_buffers())
+            for name, tensor in held
+        }
+        with self._modes[self._stage], self.draws:
+            output = cut_off(functional_call(holder, fakes, args, kwargs))
+        self.plan.outputs.append(output)
+        return output
+
+    def _enter(self, piece: Piece, args: Any, kwargs: Any) -> Any:
+        if piece.entry != self._stage + 1:
+            order = "twice" if piece.entry is not None and piece.entry <= self._stage else "before an earlier cut point"
+            raise UsageError(f"{self.what}: forward calls {piece.name} {order}. Name other cut points.")
+        self._stage += 1
+        leaves, spec = tree_flatten((args, kwargs))
+        places = [i for i, leaf in enumerate(leaves) if is_fake(leaf)]
+        if not places:
+            raise UsageError(f"{self.what}: nothing that an earlier stage computes is an argument of {piece.name}.")
+        found = [leaves[i] for i in places]
+        carried = tuple(Carried(tuple(t.shape), t.dtype, t.requires_grad) for t in found)
+        fakes = [self.fake_of(self._stage, tensor) for tensor in found]
+        self.plan.boundaries.append(Boundary(places, carried, fakes))
+        return _put(leaves, spec, places, fakes)
+
+    def finish(self, output: Any) -> Plan:
+        if self._stage != self._cuts.count - 1:
+            raise UsageError(f"{self.what}: forward does not call {self._cuts.names[self._stage]}.")
+        self.plan.leaves, self.plan.spec = tree_flatten(output)
+        self.plan.draws = self.draws.found
+        return self.plan
+
+
+class _Holder(nn.Module):
+    """Runs a module's own forward with other tensors in the place of its parameters, and without its hooks."""
+
+    def __init__(self, module: nn.Module, forward: Callable[..., Any]) -> None:
+        super().__init__()
+        self.module, self._forward = module, forward
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self._forward(*args, **kwargs)
+
+
+def _put(leaves: list[Any], spec: TreeSpec, places: list[int], values: list[Tensor]) -> Any:
+    for place, value in zip(places, values):
+        leaves[place] = value
+    return tree_unflatten(leaves, spec)
+
+
+# -- a stage with numbers
+
+
+class _Left(BaseException):
+    """The forward has come to the next stage. No Exception, so that a forward that catches those lets it pass."""
+
+    def __init__(self, tensors: list[Tensor]) -> None:
+        self.tensors = tensors
+
+
+class StageRun:
+    """Runs one stage. received: what `plan` says that this stage receives; on_entry: called when the stage begins."""
+
+    def __init__(self, plan: Plan, stage: int, received: list[Tensor], on_entry: Callable[[], None]) -> None:
+        self._plan, self._target, self._received, self._on_entry = plan, stage, received, on_entry
+        self._stage, self._outputs = 0, iter(plan.outputs)
+
+    def call(self, piece: Piece, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        if piece.entry is not None:
+            args, kwargs = self._enter(piece.entry, args, kwargs)
+        if piece.stage is None:
+            return original(*args, **kwargs)
+        if self._stage < self._target:
+            return next(self._outputs)
+        if piece.stage != self._stage or has_fake((args, kwargs)):
+            raise UsageError(
+                f"{piece.name} got other arguments in a pipeline than forward has given it for inputs of the same shapes: "
+                "forward must do the same for every micro-batch."
+            )
+        return original(*args, **kwargs)
+
+    def _enter(self, entry: int, args: Any, kwargs: Any) -> Any:
+        boundary = self._plan.boundaries[entry - 1]
+        leaves, spec = tree_flatten((args, kwargs))
+        if entry > self._target:
+            raise _Left([leaves[place] for place in boundary.places])
+        self._stage = entry
+        if entry < self._target:
+            return _put(leaves, spec, boundary.places, boundary.fakes)
+        self._on_entry()
+        return _put(leaves, spec, boundary.places, self._received)
+
+
+def run_stage(pieces: Pieces, forward: Callable[..., Any], run: StageRun, plan: Plan, args: Any, kwargs: Any) -> Any:
+    """The model's output in the last stage, else the list of tensors for the next."""
+    swapped = [
+        (module, name, module._parameters[name], plan.loose[number, name])
+        for number, (module, name, stage) in enumerate(pieces.loose)
+        if stage != run._target
+    ]
+    pieces.run = run
+    try:
+        for module, name, _, fake in swapped:
+            module._parameters[name] = fake  # type: ignore[assignment]
+        return forward(*args, **kwargs)
+    except _Left as left:
+        return left.tensors
+    finally:
+        pieces.run = None
+        for module, name, parameter, _ in swapped:
+            module._parameters[name] = parameter
