@@ -1,4 +1,4 @@
-"""Parameters that other ranks hold."""
+"""Parameters and buffers that other ranks hold."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from torch import nn
 
 
 class Absent(nn.Parameter):
-    """Stands in a model for a parameter of another rank: shape and type, no numbers, never trained here."""
+    """Stands in a model for a tensor of another rank: shape and type, no numbers, never trained here."""
 
     @staticmethod
-    def of(parameter: nn.Parameter) -> Absent:
-        return Absent(torch.empty_like(parameter, device="meta"), requires_grad=False)
+    def of(tensor: torch.Tensor) -> Absent:
+        return Absent(torch.empty_like(tensor, device="meta"), requires_grad=False)
 
 
 def is_absent(tensor: object) -> bool:

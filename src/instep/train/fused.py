@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from instep.records.choice import Choice
+from instep.train.absent import is_absent
 
 
 def choose_fused(optimizer: torch.optim.Optimizer, models: Iterable[nn.Module]) -> Choice | None:
@@ -19,9 +19,6 @@ def choose_fused(optimizer: torch.optim.Optimizer, models: Iterable[nn.Module]) 
         return None
     if any(getattr(module, "sparse", False) is True for model in models for module in model.modules()):
         return None  # fused kernels take no sparse gradients
-    sharded = any(isinstance(p, DTensor) for group in optimizer.param_groups for p in group["params"])
-    if sharded and not isinstance(optimizer, torch.optim.Adam):
-        return None  # torch 2.13 has the fused kernels of Adam and AdamW only for sharded parameters
     for group in optimizer.param_groups:
         group["fused"] = True
     optimizer.defaults["fused"] = True
@@ -41,5 +38,5 @@ def _may_fuse(group: dict[str, Any]) -> bool:
 
 
 def _fits(parameter: torch.Tensor) -> bool:
-    kinds = ("cpu", "cuda")
+    kinds = ("cpu", "cuda", "meta") if is_absent(parameter) else ("cpu", "cuda")
     return parameter.is_floating_point() and parameter.layout == torch.strided and parameter.device.type in kinds

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 
 from instep.errors import CheckpointError, UsageError
 from instep.settings import read_setting
 from instep.train.checkpoint.encode import decode_state, encode_state, tensor_names
 from instep.train.checkpoint.saved import Saved
-from instep.train.checkpoint.state import capture
+from instep.train.checkpoint.state import capture, merge_states
 from instep.train.checkpoint.state import restore as restore_state
 from instep.train.checkpoint.store import Checkpoints
 from instep.train.exactness import describe_differences, read_facts
@@ -48,6 +50,12 @@ def _parts(run: Run) -> tuple[dict[str, nn.Module], dict[str, Any]]:
     return models, optimizers
 
 
+def _kept_here(run: Run) -> dict[str, Callable[[torch.Tensor], bool]]:
+    """By optimizer, of which parameters this rank keeps the state, where ranks share it out."""
+    shares = {str(number): trained.shares for number, trained in enumerate(run._trained)}
+    return {number: each.is_here for number, each in shares.items() if each is not None}
+
+
 def save(run: Run, metric: float | None, best: str | None) -> None:
     checkpoints = _need_directory(run, "run.save")
     if best not in (None, "max", "min"):
@@ -61,6 +69,8 @@ def save(run: Run, metric: float | None, best: str | None) -> None:
     run._observer.flush()
     average_all(run, "run.save", state=True)
     tensors, training = capture(*_parts(run))
+    if run._pipelines or any(trained.shares is not None for trained in run._trained):
+        training["optimizers"] = merge_states(run._entered().gather_objects(training["optimizers"], "run.save"))
     more, values = encode_state(
         {
             "position": run._position.as_json(),
@@ -132,7 +142,7 @@ def restore(run: Run, path: Path) -> bool:
         return False
     saved = checkpoints.open("latest" if is_latest else path)
     _compare_arguments(run, saved)
-    restore_state(saved, saved.values, *_parts(run))
+    restore_state(saved, saved.values, *_parts(run), _kept_here(run))
     values = _decode(saved, saved.values["run"])
     _restore_schedulers(run, values["schedulers"])
     run._position = Position.from_json(values["position"])

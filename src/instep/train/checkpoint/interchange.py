@@ -8,11 +8,13 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import nn
 
 from instep.errors import CheckpointError, InstepError, UsageError
+from instep.train.absent import is_absent
 from instep.train.checkpoint.durable_file import sync_directory
 from instep.train.checkpoint.names import plain_name, unwrap
 from instep.train.checkpoint.pieces import is_dtensor
@@ -62,9 +64,9 @@ def _load(model: nn.Module, path: Path, strict: bool, name: str | None) -> Diffe
         if key in names:
             count = len(found.other)
             found.compare(key, weights.source.described[names[key]], target, with_type=False)
-            if len(found.other) == count:
+            if len(found.other) == count and not is_absent(target):
                 targets[names[key]] = target
-    filled = {id(target) for target in targets.values()}
+    filled = {id(target) for key, target in live.items() if key in names}
     found.missing = [key for key, target in live.items() if key not in names and id(target) not in filled]
     found.unexpected = _unexpected(weights, set(names.values()), names, live)
     if strict:
@@ -114,7 +116,7 @@ def export(model: nn.Module, path: Path | str, world: World) -> None:
     if target.suffix != ".safetensors":
         raise UsageError(f"run.export({str(path)!r}): the name has to end in .safetensors, as in 'model.safetensors'.")
     state = unwrap(model).state_dict()
-    whole = {plain_name(key): _whole(value) for key, value in state.items() if isinstance(value, torch.Tensor)}
+    whole = _collect({plain_name(key): value for key, value in state.items() if isinstance(value, torch.Tensor)}, world)
     failure = None
     if world.is_main:
         try:
@@ -124,6 +126,27 @@ def export(model: nn.Module, path: Path | str, world: World) -> None:
     failure = world.broadcast_object(failure, "run.export")
     if failure is not None:
         raise CheckpointError(failure)
+
+
+def _collect(state: dict[str, torch.Tensor], world: World) -> dict[str, torch.Tensor]:
+    """Whole tensors: on rank 0 all of them, where ranks hold different ones."""
+    absent = [key for key, value in state.items() if is_absent(value)]
+    lacking = world.gather_objects(absent, "run.export")
+    if not any(lacking):
+        return {key: _whole(value) for key, value in state.items()}
+    wanted, found = set(lacking[0]), {}
+    for key, value in state.items():
+        holder = next(rank for rank, keys in enumerate(lacking) if key not in keys)
+        if key not in absent:
+            whole = _whole(value).contiguous()
+            if world.is_main:
+                found[key] = whole
+            elif key in wanted and world.rank == holder:
+                dist.send(whole.cpu(), dst=0, group=world.host_group)
+        elif world.is_main:
+            found[key] = torch.empty(value.shape, dtype=value.dtype)
+            dist.recv(found[key], src=holder, group=world.host_group)
+    return found
 
 
 def write_weights(tensors: dict[str, torch.Tensor], target: Path) -> None:

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from instep.errors import UsageError
+from instep.train.absent import is_absent
 from instep.train.checkpoint.encode import JSON, decode_state, encode_state, tensor_names
 from instep.train.checkpoint.file_image import is_storable
 from instep.train.checkpoint.names import plain_name, unwrap
@@ -17,7 +18,7 @@ from instep.train.checkpoint.source import Differences, Source
 
 def capture_model(name: str, model: nn.Module) -> tuple[dict[str, torch.Tensor], JSON]:
     """Live tensors as `model/<name>/<key>`, and what else belongs to them: keys that are another name for one of
-    them (tied weights), and the extra state of modules that have some."""
+    them (tied weights), and the extra state of modules that have some. What other ranks hold is left to them."""
     tensors: dict[str, torch.Tensor] = {}
     same: dict[str, str] = {}
     extra: dict[str, JSON] = {}
@@ -30,9 +31,10 @@ def capture_model(name: str, model: nn.Module) -> tuple[dict[str, torch.Tensor],
         elif id(value) in first:
             same[key] = first[id(value)]
         else:
-            check_storable(full, value)
             first[id(value)] = key
-            tensors[full] = value.detach()
+            if not is_absent(value):
+                check_storable(full, value)
+                tensors[full] = value.detach()
     return tensors, {"same": same, "extra": extra}
 
 
@@ -80,6 +82,8 @@ class ModelTarget:
         """For each saved tensor the live ones that take it; two where weights were tied then and are not now."""
         found: dict[str, list[torch.Tensor]] = {}
         for key, target in self._tensors().items():
+            if is_absent(target):
+                continue
             takers = found.setdefault(self._saved_name(key), [])
             if all(target is not taker for taker in takers):
                 takers.append(target)

@@ -5,13 +5,14 @@ torch numbers parameters in the order in which they were given; names hold whate
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from instep.train.absent import is_absent
 from instep.train.checkpoint.encode import JSON, decode_state, encode_state, tensor_names
 from instep.train.checkpoint.names import plain_name, unwrap
 from instep.train.checkpoint.source import Differences, Source
@@ -75,17 +76,30 @@ class OptimizerTarget:
     """A live optimizer that is to take what was saved."""
 
     def __init__(
-        self, name: str, optimizer: Optimizer, models: Mapping[str, nn.Module], saved: JSON, source: Source
+        self,
+        name: str,
+        optimizer: Optimizer,
+        models: Mapping[str, nn.Module],
+        saved: JSON,
+        source: Source,
+        kept_here: Callable[[torch.Tensor], bool] | None = None,
     ) -> None:
         self.name, self.optimizer, self.saved, self.source = name, optimizer, saved, source
-        self._parameters = _by_number(optimizer)
+        self._parameters, self._kept_here = _by_number(optimizer), kept_here
         self._names = _names_by_number(optimizer, models)
         every_name = {id(p): number for number, p in self._parameters.items()}
         self._numbers = {name: number for number, name in self._names.items()}
         for full, parameter in name_parameters(models).items():
             if id(parameter) in every_name:
                 self._numbers.setdefault(full, every_name[id(parameter)])
+        self.saved = {**saved, "state": {name: entry for name, entry in saved["state"].items() if self._is_here(name)}}
         self._filled: dict[str, torch.Tensor] = {}
+
+    def _is_here(self, name: str) -> bool:
+        parameter = self._parameters.get(self._numbers.get(name, -1))
+        if parameter is None or self._kept_here is None:
+            return not is_absent(parameter)
+        return not is_absent(parameter) and self._kept_here(parameter)
 
     def compare(self) -> Differences:
         """Whether the same parameters stand in the same groups; in which order does not matter."""

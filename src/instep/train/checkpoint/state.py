@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -39,6 +39,15 @@ def capture(
     return tensors, values
 
 
+def merge_states(everyone: Sequence[dict[str, JSON]]) -> dict[str, JSON]:
+    """Of what `capture` gave on ranks that hold different parameters: the optimizers, with the state of all."""
+    merged = {name: dict(values) for name, values in everyone[0].items()}
+    for values in everyone[1:]:
+        for name, optimizer in values.items():
+            merged[name]["state"] = {**optimizer["state"], **merged[name]["state"]}
+    return merged
+
+
 def apply(
     tensors: Mapping[str, torch.Tensor],
     values: Mapping[str, JSON],
@@ -54,15 +63,18 @@ def restore(
     values: Mapping[str, JSON],
     models: Mapping[str, nn.Module],
     optimizers: Mapping[str, Optimizer],
+    kept_here: Mapping[str, Callable[[torch.Tensor], bool]] | None = None,
 ) -> None:
     """Puts what `capture` gave back in place, read straight into the live tensors.
+
+    kept_here: by optimizer, of which parameters this rank keeps the state; of all, where it says nothing.
 
     Raises CheckpointError that lists all that does not fit, before anything is changed.
     """
     _check_names(values, models, optimizers)
     model_targets = [ModelTarget(name, model, values["models"][name], source) for name, model in models.items()]
     optimizer_targets = [
-        OptimizerTarget(name, optimizer, models, values["optimizers"][name], source)
+        OptimizerTarget(name, optimizer, models, values["optimizers"][name], source, (kept_here or {}).get(name))
         for name, optimizer in optimizers.items()
     ]
     everything = [*model_targets, *optimizer_targets]

@@ -7,7 +7,6 @@ computes the loss, already with its weight. Shapes are told beforehand, so torch
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -103,7 +102,6 @@ def _first(loss: Any, number: Tensor) -> Tensor:
     return loss
 
 
-def efficiency(num_ranks: int, per_rank: int, count: int) -> float:
-    """The share of time in which a rank works, were all stages equally fast and nothing sent: for 1F1B and its like."""
-    work = count * per_rank
-    return work / (work + num_ranks - 1) if math.isfinite(work) else 1.0
+def busy_share(num_ranks: int, per_rank: int, count: int) -> float:
+    """Of the time, were all stages equally fast and nothing to be sent: for 1F1B and its like (Narayanan et al., 2021)."""
+    return count * per_rank / (count * per_rank + num_ranks - 1)

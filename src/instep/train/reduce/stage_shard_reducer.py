@@ -1,0 +1,73 @@
+"""The reducer of one stage of a pipeline whose parameters are shared out over ranks as well (FSDP2).
+
+Parameters are whole from the first micro-batch to the update, and gradients are reduced once, whatever the number of
+micro-batches of a rank: no schedule has a collective inside, so that none can wait for a rank with fewer of them, and
+zero-bubble schedules, which reduce wrongly inside backward, have right gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from instep.train.mesh import Grid
+from instep.train.reduce.local_part import is_cut, local_part
+from instep.train.reduce.norm import norm_over_peers
+from instep.train.reduce.shard_reducer import ShardReducer
+from instep.train.reduce.stages import Tied, agree_totals, note
+from instep.train.reduce.words import Table
+from instep.train.techniques.pipeline.shard_stages import ShardedStages
+
+
+class StageShardReducer(ShardReducer):
+    def __init__(
+        self,
+        stages: ShardedStages,
+        parameters: Sequence[nn.Parameter],
+        grid: Grid,
+        copies: int,
+        tied: Sequence[Tied],
+    ) -> None:
+        super().__init__(nn.Module(), parameters, grid, copies)  # a model of its own: there are no turns to watch
+        self._stages, self._tied = stages, tied
+
+    def begin_pass(self, overlap: bool) -> None:
+        self._stages.gather()
+
+    def plan_turns(self, own: int, what: str) -> None:
+        """No collective depends on the number of micro-batches."""
+
+    def begin_schedule(self) -> None:
+        """Parameters are whole already."""
+
+    def end_schedule(self) -> None:
+        """Gradients wait for `reduce`."""
+
+    def begin_evaluation(self) -> None:
+        """Parameters are whole while an evaluation runs: there are no turns."""
+
+    def end_evaluation(self) -> None:
+        """As `begin_evaluation`."""
+
+    def note(self, position: int, reference: float, result: Any) -> None:
+        note(self.lanes, position, reference, result)
+
+    def reduce(self, call: int, stop: bool, what: str) -> Table:
+        self._stages.reduce()
+        here = {id(parameter) for parameter in self.parameters}
+        for tied in self._tied:
+            parameter = tied.parameter
+            if id(parameter) in here and parameter.requires_grad:
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+                tied.sum(parameter.grad)
+        return agree_totals(self.grid, super().reduce(call, stop, what), what)
+
+    def norm(self) -> float:
+        twice = {id(tied.parameter) for tied in self._tied if not tied.counts_here}
+        found = [p for p in self.parameters if p.grad is not None and id(p) not in twice]
+        cut, alike = ([local_part(p.grad).double() for p in found if is_cut(p) is wanted] for wanted in (True, False))
+        return norm_over_peers(cut, alike, self.grid, self._copies)

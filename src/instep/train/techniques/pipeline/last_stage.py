@@ -1,0 +1,59 @@
+"""The loss of a micro-batch, as the last stage sends it backward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from instep.train.forward_backward import read_loss
+
+if TYPE_CHECKING:
+    from instep.train.techniques.pipeline.pipeline import Job
+
+
+@dataclass
+class Result:
+    """Of one micro-batch. given: the weight came from the script."""
+
+    weight: float = 0.0
+    weighted_loss: float = 0.0
+    given: bool = False
+
+    def numbers(self) -> list[float]:
+        return [self.weight, self.weighted_loss, float(self.given)]
+
+    @staticmethod
+    def of(numbers: Sequence[float]) -> Result:
+        weight, weighted_loss, given = numbers
+        return Result(weight, weighted_loss, bool(given))
+
+
+def weigh_loss(
+    found: Any, job: Job, received: Sequence[Tensor], parameters: Callable[[], Iterator[nn.Parameter]]
+) -> Tensor:
+    """The loss times its factor; notes loss and weight in the job. Weight 0 sends zeros, whatever the loss is."""
+    loss, weight = read_loss(found)
+    value, factor = job.read_weight(loss, weight)
+    job.result = Result(value, 0.0, weight is not None)
+    if value == 0:
+        roots = [tensor for tensor in received if tensor.requires_grad] or [next(parameters())]
+        return _Nothing.apply(*roots)  # type: ignore[no-any-return]
+    job.result.weighted_loss = float(loss.detach()) * value
+    return (loss * factor).reshape(())
+
+
+class _Nothing(torch.autograd.Function):
+    """0, with zeros for gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, *tensors: Tensor) -> Tensor:
+        ctx.save_for_backward(*tensors)
+        return tensors[0].new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
+        return tuple(torch.zeros_like(tensor) for tensor in ctx.saved_tensors)

@@ -1,0 +1,186 @@
+"""Cuts a model that every rank holds into stages: each rank keeps the parameters of its own."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from instep.errors import UsageError
+from instep.records.choice import Choice
+from instep.records.parallel import Parallel
+from instep.records.schedules import SCHEDULES, stages_per_rank
+from instep.train.absent import Absent
+from instep.train.arguments import Arguments
+from instep.train.mesh import Grid, places
+from instep.train.reduce.stages import Tied
+from instep.train.techniques.pipeline.cut import Cuts, cut_model
+from instep.train.techniques.pipeline.pieces import find_pieces
+from instep.train.techniques.pipeline.pipeline import Order, Pipeline
+from instep.train.techniques.pipeline.schedule import busy_share, place_stages
+from instep.train.techniques.pipeline.shard_stages import ShardedStages
+from instep.train.techniques.pipeline.trace import Tracer
+from instep.train.world import World
+
+
+@dataclass(frozen=True)
+class Share:
+    """What this rank took of a model. world, group: the ranks of its pipeline, and with the device's backend; tied: parameters
+    that several of them hold."""
+
+    cuts: Cuts
+    world: World
+    group: dist.ProcessGroup
+    tracer: Tracer
+    tied: tuple[Tied, ...]
+
+
+def check_pipeline(arguments: Arguments, split: Parallel) -> None:
+    """Raises UsageError for arguments of Run that no pipeline can keep."""
+    if arguments.exact:
+        raise UsageError(
+            "exact=True adds gradients in an order of its own and goes with parallel='ddp' only. Leave one of them out."
+        )
+    if arguments.compress is not None:
+        raise UsageError(
+            f"compress={arguments.compress!r} does not reach the stages of a pipeline and goes with parallel='ddp' only. Leave "
+            "one of them out."
+        )
+    if split.average_every > 1:
+        raise UsageError(
+            f"Parallel(average_every={split.average_every}) lets each rank train a whole model and cannot go with "
+            f"pipeline={split.pipeline}. Leave one of them out."
+        )
+
+
+def share_out(model: nn.Module, optimizer: torch.optim.Optimizer | None, split: Parallel, grid: Grid) -> Share:
+    """Leaves this rank's stages on its device and stands Absent in for the rest, in the optimizer too.
+
+    The model is on the host. Every rank must call it. Raises UsageError for a model that cannot be cut.
+    """
+    assert split.pipeline is not None
+    per_rank = stages_per_rank(split.schedule, split.cut, split.pipeline)
+    cuts = cut_model(model, split.pipeline * per_rank, split.cut, split.describe())
+    device = grid.world.device
+    tracer = Tracer(model, cuts, device)
+    world = pipeline_world(grid)
+    ranks = place_stages(split.schedule, split.pipeline, per_rank)
+    holders = _holders(model, cuts, ranks)
+    if split.shard != 1:
+        _check_units(model, cuts, ranks)
+    replaced = _replace(model, holders, world.rank)
+    _replace_buffers(model, cuts, {stage for stage, rank in enumerate(ranks) if rank == world.rank})
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and not isinstance(buffer, Absent):
+                module._buffers[name] = buffer.to(device)
+    for parameter in model.parameters():
+        if not isinstance(parameter, Absent):
+            parameter.data = parameter.data.to(device)
+    if optimizer is not None:
+        _follow(optimizer, replaced)
+    group = world.new_group()
+    assert group is not None
+    tied = tuple(
+        Tied(parameter, world, tuple(sorted(holders[id(parameter)])), group)
+        for parameter in model.parameters()
+        if len(holders.get(id(parameter), ())) > 1
+    )
+    return Share(cuts, world, group, tracer, tied)
+
+
+def choose_cut(model: nn.Module, share: Share, split: Parallel, num_slots: int) -> Choice | None:
+    """What was picked for the user, None where the cut points were given. num_slots: micro-batches of a pipeline per step."""
+    if split.cut is not None:
+        return None
+    counts = [0] * share.cuts.count
+    for name, parameter in model.named_parameters():
+        counts[share.cuts.stages[name]] += parameter.numel()
+    shares = ", ".join(f"{100 * count / sum(counts):.0f} %" for count in counts)
+    reason = f"stages with {shares} of the parameters, about as long to compute"
+    if not SCHEDULES[split.schedule].splits_backward:
+        busy = busy_share(share.world.size, share.cuts.count // share.world.size, num_slots)
+        reason += f"; {num_slots} micro-batches keep a rank busy {100 * busy:.0f} % of the time at most"
+    return Choice("cut", list(share.cuts.names), reason, "Parallel(cut=[...])")
+
+
+def make_pipeline(model: nn.Module, share: Share, split: Parallel, dtype: torch.dtype | None) -> Pipeline:
+    """Takes over the forward of the model and of its parts. Every rank must call it."""
+    assert split.pipeline is not None
+    per_rank = stages_per_rank(split.schedule, split.cut, split.pipeline)
+    order = Order(split.schedule, per_rank, share.world, share.group)
+    return Pipeline(model, share.tracer, share.cuts, order, share.tied, dtype)
+
+
+def shard_stages(pipeline: Pipeline, mesh: DeviceMesh) -> None:
+    """Shards what this rank has taken, over the ranks that hold the same. Every rank must call it."""
+    name_of = {id(parameter): name for name, parameter in pipeline.model.named_parameters()}
+    pipeline.sharded = ShardedStages(pipeline, mesh)
+    after = dict(pipeline.model.named_parameters())
+    pipeline.tied = tuple(replace(each, parameter=after[name_of[id(each.parameter)]]) for each in pipeline.tied)
+
+
+def _check_units(model: nn.Module, cuts: Cuts, ranks: Sequence[int]) -> None:
+    """FSDP2 shards module by module, and two of one rank cannot own one tensor."""
+    owners: dict[tuple[int, int], str] = {}
+    for piece in find_pieces(model, cuts):
+        if piece.stage is None:
+            continue
+        for name, parameter in piece.module.named_parameters():
+            other = owners.setdefault((id(parameter), ranks[piece.stage]), piece.name)
+            if other != piece.name:
+                raise UsageError(
+                    f"{piece.name}.{name} is one tensor with a parameter of {other} on the same rank, which a pipeline with sharding "
+                    "cannot keep. Untie them, take schedule='1f1b', or leave shard out of the split."
+                )
+
+
+def pipeline_world(grid: Grid) -> World:
+    """The ranks of this rank's pipeline, stage by stage. Every rank must call it."""
+    lines: dict[tuple[int, ...], list[int]] = defaultdict(list)
+    for rank, place in enumerate(places(grid.split)):
+        lines[place[1:]].append(rank)
+    return grid.peers if grid.split.tensor == 1 else grid.world.part(list(lines.values()))
+
+
+def _holders(model: nn.Module, cuts: Cuts, ranks: Sequence[int]) -> dict[int, set[int]]:
+    """By id of each parameter, the ranks of the pipeline that have a stage with it."""
+    holders: dict[int, set[int]] = defaultdict(set)
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        holders[id(parameter)].add(ranks[cuts.stages[name]])
+    return holders
+
+
+def _replace(model: nn.Module, holders: dict[int, set[int]], rank: int) -> dict[nn.Parameter, Absent]:
+    """Puts stand-ins for what other ranks hold; one for all names of a tied parameter."""
+    replaced: dict[nn.Parameter, Absent] = {}
+    for module in list(model.modules()):
+        for name, parameter in module._parameters.items():
+            if parameter is not None and rank not in holders[id(parameter)]:
+                if parameter not in replaced:
+                    replaced[parameter] = Absent.of(parameter)
+                module._parameters[name] = replaced[parameter]
+    return replaced
+
+
+def _replace_buffers(model: nn.Module, cuts: Cuts, held: set[int]) -> None:
+    """Of modules that only run elsewhere; buffers of others (positions, masks) are for every stage."""
+    for piece in find_pieces(model, cuts):
+        if piece.stage is None or piece.stage in held:
+            continue
+        for module in piece.module.modules():
+            for name, buffer in module._buffers.items():
+                if buffer is not None:
+                    module._buffers[name] = Absent.of(buffer)
+
+
+def _follow(optimizer: torch.optim.Optimizer, replaced: dict[nn.Parameter, Absent]) -> None:
+    for group in optimizer.param_groups:
+        group["params"] = [replaced.get(parameter, parameter) for parameter in group["params"]]
+    for parameter in replaced:
+        optimizer.state.pop(parameter, None)

@@ -1,0 +1,169 @@
+"""Stages of a model, one after the other in one process: together they are the model."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import instep
+from instep.train.techniques.pipeline.cut import Cuts, cut_model
+from instep.train.techniques.pipeline.pieces import Pieces
+from instep.train.techniques.pipeline.trace import StageRun, Tracer, run_stage
+
+CPU = torch.device("cpu")
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.drop = nn.Linear(4, 4), nn.Dropout(0.5)
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        x = x + self.drop(torch.tanh(self.layer(x)))
+        return x if mask is None else x * mask
+
+
+class Model(nn.Module):
+    """A parameter of its own, a mask from the inputs, and a head in a method."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift = nn.Parameter(torch.randn(4))
+        self.table = nn.Embedding(10, 4)
+        self.blocks = nn.ModuleList([Block() for _ in range(3)])
+        self.norm = nn.LayerNorm(4)
+        self.head = nn.Linear(4, 10)
+
+    def forward(self, tokens: Tensor) -> dict[str, Tensor]:
+        mask = (tokens > 0)[..., None]
+        x = self.table(tokens) + self.shift
+        for block in self.blocks:
+            x = block(x, mask=mask)
+        return {"logits": self.finish(x), "mask": mask}
+
+    def finish(self, x: Tensor) -> Tensor:
+        return self.head(self.norm(x))
+
+
+class Skips(Model):
+    def finish(self, x: Tensor) -> Tensor:
+        return super().finish(x + self.first)
+
+    def forward(self, tokens: Tensor) -> dict[str, Tensor]:
+        self.first = self.table(tokens)
+        return super().forward(tokens)
+
+
+class Decides(Model):
+    def finish(self, x: Tensor) -> Tensor:
+        return super().finish(x)
+
+    def forward(self, tokens: Tensor) -> dict[str, Tensor]:
+        x = self.table(tokens)
+        if x.sum() > 0:
+            x = -x
+        return {"logits": self.finish(self.blocks[1](self.blocks[0](x)))}
+
+
+class Backward(Model):
+    def forward(self, tokens: Tensor) -> dict[str, Tensor]:
+        x = self.table(tokens)
+        return {"logits": self.finish(self.blocks[0](self.blocks[1](self.norm(x))))}
+
+
+def run_stages(model: nn.Module, cuts: Cuts, *args: Any) -> Any:
+    tracer = Tracer(model, cuts, CPU)
+    pieces = Pieces(model, cuts, frozenset(range(cuts.count)))
+    try:
+        plan = tracer.plan(args, {}, {name: module.training for name, module in model.named_modules()})
+        output: Any = []
+        for stage in range(cuts.count):
+            run = StageRun(plan, stage, output, lambda: None)
+            output = run_stage(pieces, model.forward, run, plan, args, {})
+        return output, plan
+    finally:
+        pieces.close()
+
+
+@pytest.mark.parametrize("cut", [["blocks.1"], ["blocks.0", "blocks.2", "head"], ["norm"]])
+def test_the_stages_together_are_the_model(cut: list[str]) -> None:
+    torch.manual_seed(0)
+    model, tokens = Model().eval(), torch.randint(0, 10, (2, 5))
+    output, plan = run_stages(model, cut_model(model, len(cut) + 1, cut, ""), tokens)
+    assert torch.equal(output["logits"], model(tokens)["logits"])
+    assert torch.equal(output["mask"], model(tokens)["mask"])
+    assert [len(boundary.carried) for boundary in plan.boundaries] == [1] * len(cut)
+    assert not plan.draws
+
+
+def test_dropout_draws_what_one_process_does() -> None:
+    torch.manual_seed(0)
+    model, tokens = Model(), torch.randint(0, 10, (2, 5))
+    torch.manual_seed(1)
+    expected = model(tokens)["logits"]
+    torch.manual_seed(1)
+    output, plan = run_stages(model, cut_model(model, 3, None, ""), tokens)
+    assert torch.equal(output["logits"], expected)
+    assert plan.draws
+
+
+def test_shapes_are_planned_once_each_and_follow_autocast() -> None:
+    model = Model().eval()
+    tracer = Tracer(model, cut_model(model, 2, ["blocks.1"], ""), CPU)
+    training = {name: module.training for name, module in model.named_modules()}
+    tokens = torch.randint(0, 10, (2, 5))
+    plan = tracer.plan((tokens,), {}, training)
+    assert tracer.plan((tokens + 1,), {}, training) is plan
+    assert plan.boundaries[0].carried[0].shape == (2, 5, 4)
+    assert tracer.plan((tokens[:1],), {}, training).boundaries[0].carried[0].shape == (1, 5, 4)
+    chain = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    other = Tracer(chain, cut_model(chain, 2, None, ""), CPU)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = other.plan((torch.randn(2, 4),), {}, {name: True for name, _ in chain.named_modules()})
+    assert found.boundaries[0].carried[0].dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("kind", "cut", "text"),
+    [
+        (
+            Skips,
+            ["blocks.1"],
+            "Skips cannot be cut before 'blocks.1': something of one stage is used in a later one without being an argument of "
+            "the module that begins it.",
+        ),
+        (
+            Decides,
+            ["blocks.1"],
+            "Decides cannot be cut before 'blocks.1': its forward decides by the values of what another stage computes",
+        ),
+        (
+            Backward,
+            ["blocks.1"],
+            "Backward cannot be cut before 'blocks.1': norm is registered in stage 1 and runs in stage 0. Create the model's "
+            "modules in the order in which forward uses them",
+        ),
+        (Model, ["blocks.1", "drop"], "Parallel(cut=['blocks.1', 'drop']): Model has no module 'drop'."),
+        (Decides, ["blocks.2"], "Decides cannot be cut before 'blocks.2': "),
+    ],
+)
+def test_a_forward_that_cannot_be_cut_is_explained(kind: type[Model], cut: list[str], text: str) -> None:
+    model = kind()
+    with pytest.raises(instep.UsageError, match="^" + re.escape(text)):
+        run_stages(model, cut_model(model, len(cut) + 1, cut, ""), torch.randint(0, 10, (2, 5)))
+
+
+def test_a_part_that_this_rank_lacks_is_named_when_it_is_called() -> None:
+    model = Model()
+    pieces = Pieces(model, cut_model(model, 2, ["blocks.1"], ""), frozenset({0}))
+    model.blocks[0](torch.randn(1, 1, 4))
+    with pytest.raises(
+        instep.UsageError, match=r"^blocks\.2 is in stage 1 of the pipeline, which this rank does not hold"
+    ):
+        model.blocks[2](torch.randn(1, 1, 4))
+    pieces.close()
+    assert "forward" not in model.blocks[2].__dict__
