@@ -39,7 +39,7 @@ def make_buckets(rank: int, size: int, scale: float, dtype: torch.dtype) -> list
 
 
 def sum_buckets(rank: int, size: int, name: str, scales: list[float], dtype: torch.dtype) -> list[list[Tensor]]:
-    transport = CompressedSum(dist.group.WORLD, name)
+    transport = CompressedSum((dist.group.WORLD,), name)
     results = []
     for scale in scales:
         buckets = make_buckets(rank, size, scale, dtype)
@@ -79,7 +79,7 @@ def test_buckets_of_other_types_keep_them(dtype):
 
 
 def sum_nonfinite(rank: int, size: int, name: str) -> list[Tensor]:
-    transport = CompressedSum(dist.group.WORLD, name)
+    transport = CompressedSum((dist.group.WORLD,), name)
     results = []
     for bad in (float("inf"), float("nan")):
         flat = torch.ones(10)
@@ -103,5 +103,5 @@ def test_a_gradient_that_is_not_finite_is_seen_by_all(name):
 
 def test_another_type_is_one_sentence():
     with pytest.raises(UsageError) as caught:
-        CompressedSum(None, "fp8")
+        CompressedSum((), "fp8")
     assert str(caught.value) == "compress='fp8' is no 16-bit type; there are bf16, fp16."

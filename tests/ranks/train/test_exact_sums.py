@@ -18,10 +18,10 @@ def values_of(rank: int) -> torch.Tensor:
 
 
 def sum_up(rank: int, size: int, compressed: bool) -> list[torch.Tensor]:
-    group = dist.group.WORLD
-    assert group is not None
-    transport: Transport = ExactCompressedSum(group, "bf16") if compressed else ExactSum(group)
+    groups = [dist.new_group() for _ in range(2)]
+    transport: Transport = ExactCompressedSum(groups, "bf16") if compressed else ExactSum(groups)
     buckets = [Bucket(index, values_of(rank) * (index + 1)) for index in range(3)]
+    buckets.append(Bucket(3, values_of(rank).bfloat16()))
     for handle in [transport.start(bucket) for bucket in buckets]:
         handle.wait()
     transport.close()
@@ -36,11 +36,13 @@ def test_adds_in_tree_order() -> None:
         for sums in run_ranks(sum_up, size, False):
             assert torch.equal(sums[0], expected)
             assert torch.equal(sums[1], 2 * expected)
+            narrow = add_in_tree([values_of(rank).bfloat16() for rank in range(size)])
+            assert torch.equal(sums[3], narrow.bfloat16())
 
 
 def test_a_compressed_tree_is_nearer_to_the_true_sum_than_a_chain_in_bf16() -> None:
     size = 8
     true = torch.stack([values_of(rank) for rank in range(size)]).double().sum(0)
-    for tree, _, _, chain in run_ranks(sum_up, size, True):
+    for tree, *_, chain in run_ranks(sum_up, size, True):
         tree_error, chain_error = ((found - true).square().mean().sqrt() for found in (tree, chain))
         assert tree_error < 0.9 * chain_error

@@ -30,7 +30,8 @@ def choose_transport(compress: str | None, exact: bool, world: World, say: Calla
     if group is None:
         return GroupSum(None)
     if compress in DTYPES:
-        return ExactCompressedSum(group, compress) if exact else CompressedSum(group, compress)
+        groups = (group, world.new_group())
+        return ExactCompressedSum(groups, compress) if exact else CompressedSum(groups, compress)
     if compress == "powersgd":
         return PowerSGD(group)
     if can_share_memory(world) and _all_want_shared_memory(world):
@@ -39,7 +40,7 @@ def choose_transport(compress: str | None, exact: bool, world: World, say: Calla
             reason = "all ranks are on this host and on the CPU, so nothing has to be sent"
             say(str(Choice("shared_memory", True, reason, "INSTEP_SHARED_MEMORY=off")))
             return shared
-    return ExactSum(group) if exact else GroupSum(group)
+    return ExactSum((group, world.new_group())) if exact else GroupSum(group)
 
 
 def _all_want_shared_memory(world: World) -> bool:

@@ -10,13 +10,15 @@ A gradient that is not finite stays so on every rank. bf16 has the range of fp32
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from instep.errors import UsageError
 from instep.train.reduce.bucket import Bucket, Handle, forget_nothing, plain_zeros
-from instep.train.reduce.courier import BucketCourier, choose_courier
+from instep.train.reduce.courier import Couriers
 from instep.train.reduce.gather_rows import gather_rows
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -25,37 +27,32 @@ FACTOR_WORDS = 2  # 16-bit words of an fp32 factor
 
 
 class CompressedSum:
-    """group: one in which nothing else is sent while buckets are under way."""
+    """groups: of the same ranks; nothing else is sent in them while buckets are under way."""
 
     allocate = staticmethod(plain_zeros)
     rescale = staticmethod(forget_nothing)
 
-    def __init__(self, group: dist.ProcessGroup, dtype: torch.dtype | str) -> None:
+    def __init__(self, groups: Sequence[dist.ProcessGroup], dtype: torch.dtype | str) -> None:
         chosen = DTYPES.get(dtype) if isinstance(dtype, str) else dtype
         if chosen not in DTYPES.values():
             raise UsageError(f"compress={dtype!r} is no 16-bit type; there are {', '.join(DTYPES)}.")
-        self.group = group
         self.dtype: torch.dtype = chosen  # type: ignore[assignment]  # one of DTYPES' values
-        self._courier: BucketCourier | None = None
+        self._couriers = Couriers(self._sum, groups)
 
     def add_gradients(self, rows: Tensor) -> Tensor:
         """The sum of all ranks' pieces, (ranks, elements) in fp32 or wider."""
         return _add_up(rows)
 
     def start(self, bucket: Bucket) -> Handle:
-        if self._courier is None:
-            self._courier = choose_courier(self._sum, bucket.flat.device)
-        return self._courier.start(bucket)
+        return self._couriers.start(bucket)
 
     def close(self) -> None:
-        if self._courier is not None:
-            self._courier.close()
-            self._courier = None
+        self._couriers.close()
 
     @torch.no_grad()
-    def _sum(self, bucket: Bucket) -> None:
+    def _sum(self, bucket: Bucket, group: dist.ProcessGroup) -> None:
         """Rows of what is sent: a piece, its factor, and the control words bit by bit (to be added uncompressed)."""
-        size, gradients = self.group.size(), bucket.gradients
+        size, gradients = group.size(), bucket.gradients
         wide = torch.float64 if gradients.dtype == torch.float64 else torch.float32
         width = -(-gradients.numel() // size)
         words = bucket.words.contiguous().view(self.dtype)
@@ -63,7 +60,7 @@ class CompressedSum:
         _pack(_rows(gradients, size, width, wide), sent)
         sent[:, width + FACTOR_WORDS :] = words
         received = torch.empty_like(sent)
-        dist.all_to_all_single(received.view(-1), sent.view(-1), group=self.group)
+        dist.all_to_all_single(received.view(-1), sent.view(-1), group=group)
         if bucket.tail:
             bits = received[:, width + FACTOR_WORDS :].contiguous().view(bucket.flat.dtype)
             bucket.words.copy_(_add_up(bits))
@@ -72,7 +69,7 @@ class CompressedSum:
         total = self.add_gradients(_unpack(received[:, : width + FACTOR_WORDS], wide))
         mine, sums = sent[:1, : width + FACTOR_WORDS].contiguous(), sent.new_empty(size, width + FACTOR_WORDS)
         _pack(total.unsqueeze(0), mine)
-        gather_rows(sums, mine, self.group)
+        gather_rows(sums, mine, group)
         gradients.copy_(_unpack(sums, wide).view(-1)[: gradients.numel()])
 
 

@@ -7,12 +7,14 @@ needs to finish either. On a GPU collectives return when they are queued, so a s
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from queue import SimpleQueue
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 
 from instep.train.reduce.bucket import Bucket, Handle
 
@@ -23,6 +25,34 @@ class BucketCourier(Protocol):
     def start(self, bucket: Bucket) -> Handle: ...
 
     def close(self) -> None: ...
+
+
+class Couriers:
+    """One courier per group, made with the first bucket. Buckets take them in turn, so that while one adds, the next sends.
+
+    run: sums a bucket over a group in which nothing else is sent. On a GPU all take the first group: the kernels of two
+    could wait for each other.
+    """
+
+    def __init__(self, run: Callable[[Bucket, dist.ProcessGroup], None], groups: Sequence[dist.ProcessGroup]) -> None:
+        self._run, self._groups = run, groups
+        self._couriers: list[BucketCourier] = []
+        self._num_started = 0  # ranks start the same buckets in the same order, so they choose the same courier
+
+    def start(self, bucket: Bucket) -> Handle:
+        if not self._couriers:
+            self._couriers = [choose_courier(run, bucket.flat.device) for run in self._runs(bucket.flat.device)]
+        self._num_started += 1
+        return self._couriers[self._num_started % len(self._couriers)].start(bucket)
+
+    def _runs(self, device: torch.device) -> list[Run]:
+        groups = self._groups[:1] if device.type == "cuda" else self._groups
+        return [partial(self._run, group=group) for group in groups]
+
+    def close(self) -> None:
+        for courier in self._couriers:
+            courier.close()
+        self._couriers = []
 
 
 def choose_courier(run: Run, device: torch.device) -> BucketCourier:

@@ -1,10 +1,12 @@
 """Sums over ranks in the tree of `slot_tree`, for ranks that share no memory: as many bytes as a ring all-reduce.
 
 A bucket is cut into one shard per rank. Each rank gets all ranks' pieces of its shard, adds them in tree order, and
-sends the sum to all.
+sends the sum to all. Two ranks need nothing of that: a + b has the bits of b + a, so any all-reduce is exact.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -12,40 +14,41 @@ from torch import Tensor
 
 from instep.train.reduce.bucket import Bucket, Handle, forget_nothing, plain_zeros
 from instep.train.reduce.compress import CompressedSum
-from instep.train.reduce.courier import BucketCourier, choose_courier
+from instep.train.reduce.courier import Couriers
 from instep.train.reduce.gather_rows import gather_rows
+from instep.train.reduce.group_sum import GroupSum
 from instep.train.reduce.shared_memory import add_in_tree
+
+WIDE = (torch.float32, torch.float64)  # added as they are; narrower ones are added as fp32
 
 
 class ExactSum:
-    """group: one in which nothing else is sent while buckets are under way."""
+    """groups: of the same ranks; nothing else is sent in them while buckets are under way. The first is for pairs."""
 
     allocate = staticmethod(plain_zeros)
     rescale = staticmethod(forget_nothing)
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self.group = group
-        self._courier: BucketCourier | None = None
+    def __init__(self, groups: Sequence[dist.ProcessGroup]) -> None:
+        self._is_pair = groups[0].size() == 2
+        self._pair_sum = GroupSum(groups[0])
+        self._couriers = Couriers(self._sum, groups[1:] if self._is_pair else groups)
 
     def start(self, bucket: Bucket) -> Handle:
-        if self._courier is None:
-            self._courier = choose_courier(self._sum, bucket.flat.device)
-        return self._courier.start(bucket)
+        commutes = self._is_pair and bucket.flat.dtype in WIDE
+        return self._pair_sum.start(bucket) if commutes else self._couriers.start(bucket)
 
     def close(self) -> None:
-        if self._courier is not None:
-            self._courier.close()
-            self._courier = None
+        self._couriers.close()
 
     @torch.no_grad()
-    def _sum(self, bucket: Bucket) -> None:
-        flat, size = bucket.flat, self.group.size()
+    def _sum(self, bucket: Bucket, group: dist.ProcessGroup) -> None:
+        flat, size = bucket.flat, group.size()
         width = -(-flat.numel() // size)
         sent = flat if flat.numel() == size * width else torch.cat([flat, flat.new_zeros(size * width - flat.numel())])
         received = torch.empty_like(sent)
-        dist.all_to_all_single(received, sent, group=self.group)
+        dist.all_to_all_single(received, sent, group=group)
         mine = add_in_tree(list(received.view(size, width))).to(flat.dtype)
-        gather_rows(received.view(size, width), mine, self.group)
+        gather_rows(received.view(size, width), mine, group)
         flat.copy_(received[: flat.numel()])
 
 

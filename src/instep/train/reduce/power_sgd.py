@@ -18,7 +18,7 @@ from torch import Tensor
 
 from instep.errors import UsageError
 from instep.train.reduce.bucket import Bucket, Handle, plain_zeros
-from instep.train.reduce.courier import BucketCourier, choose_courier
+from instep.train.reduce.courier import Couriers
 from instep.train.seeds import mix
 
 WORTH_IT = 2  # a matrix is compressed when its two factors have at most 1/2 of its numbers
@@ -55,20 +55,16 @@ class PowerSGD:
     ) -> None:
         if rank < 1:
             raise UsageError(f"PowerSGD(rank={rank}) has to be a whole number of at least 1.")
-        self.group, self.rank, self.uncompressed_steps, self.seed = group, rank, uncompressed_steps, seed
+        self.rank, self.uncompressed_steps, self.seed = rank, uncompressed_steps, seed
         self._memories: dict[int, Memory] = {}
         self._loaded: dict[int, Memory] = {}
-        self._courier: BucketCourier | None = None
+        self._couriers = Couriers(self._sum, (group,))
 
     def start(self, bucket: Bucket) -> Handle:
-        if self._courier is None:
-            self._courier = choose_courier(self._sum, bucket.flat.device)
-        return self._courier.start(bucket)
+        return self._couriers.start(bucket)
 
     def close(self) -> None:
-        if self._courier is not None:
-            self._courier.close()
-            self._courier = None
+        self._couriers.close()
 
     def state(self) -> dict[str, Any]:
         """What this rank remembers, for a checkpoint; taken when no bucket is under way, and never changed later."""
@@ -94,16 +90,16 @@ class PowerSGD:
             memory.errors = [error * factor for error in memory.errors]
 
     @torch.no_grad()
-    def _sum(self, bucket: Bucket) -> None:
+    def _sum(self, bucket: Bucket, group: dist.ProcessGroup) -> None:
         if not bucket.views:  # a second helping, which has no memory
-            dist.all_reduce(bucket.flat, group=self.group)
+            dist.all_reduce(bucket.flat, group=group)
             return
         memory = self._memory_of(bucket)
         memory.steps += 1
         if memory.steps <= self.uncompressed_steps or not memory.factors:
-            dist.all_reduce(bucket.flat, group=self.group)
+            dist.all_reduce(bucket.flat, group=group)
         else:
-            self._sum_compressed(bucket, memory)
+            self._sum_compressed(bucket, memory, group)
 
     def _memory_of(self, bucket: Bucket) -> Memory:
         memory = self._memories.get(bucket.index)
@@ -125,31 +121,31 @@ class PowerSGD:
         starts = [torch.randn(shape[1], min(self.rank, *shape), generator=generator) for shape in shapes]
         return Memory(errors, [start.to(**like) for start in starts])
 
-    def _sum_compressed(self, bucket: Bucket, memory: Memory) -> None:
+    def _sum_compressed(self, bucket: Bucket, memory: Memory, group: dist.ProcessGroup) -> None:
         windows = matrices_of(bucket, self.rank)
         wholes = [window.to(error.dtype) + error for window, error in zip(windows, memory.errors)]
         rest = rest_of(bucket, windows)
         left = [whole @ factor for whole, factor in zip(wholes, memory.factors)]
-        *left, plain = self._all_reduce([*left, *(part.to(_wide(part.dtype)) for part in rest)], len(left))
+        *left, plain = self._all_reduce([*left, *(part.to(_wide(part.dtype)) for part in rest)], len(left), group)
         for part, summed in zip(rest, plain):
             part.copy_(summed)
         left = [torch.linalg.qr(columns).Q for columns in left]
-        *right, _ = self._all_reduce([whole.T @ columns for whole, columns in zip(wholes, left)], len(left))
+        *right, _ = self._all_reduce([whole.T @ columns for whole, columns in zip(wholes, left)], len(left), group)
         for i, window in enumerate(windows):
             approximation = left[i] @ right[i].T
             window.copy_(approximation)
             # after a step that is not finite, and is skipped by all, memory stays as it was
             finite = torch.isfinite(right[i]).all()
-            error = wholes[i].sub_(approximation, alpha=1 / self.group.size())
+            error = wholes[i].sub_(approximation, alpha=1 / group.size())
             memory.errors[i] = torch.where(finite, error, memory.errors[i])
             memory.factors[i] = torch.where(
                 finite, right[i] / right[i].abs().amax().clamp(min=1e-30), memory.factors[i]
             )
 
-    def _all_reduce(self, tensors: list[Tensor], num_named: int) -> list[Any]:
+    def _all_reduce(self, tensors: list[Tensor], num_named: int, group: dist.ProcessGroup) -> list[Any]:
         """One all-reduce of all; the first `num_named` come back one by one, the others as a list at the end."""
         flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
-        dist.all_reduce(flat, group=self.group)
+        dist.all_reduce(flat, group=group)
         parts = flat.split([tensor.numel() for tensor in tensors])
         summed = [part.view(tensor.shape) for part, tensor in zip(parts, tensors)]
         return [*summed[:num_named], summed[num_named:]]
