@@ -16,6 +16,7 @@ from instep.train.slots import check_positive, choose_micro_batch
 from instep.train.techniques.recompute import read_recompute
 
 COMPRESSIONS = ("bf16", "fp16", "powersgd")
+MOST_THREADS = 4096  # per process; more than any machine has cores
 MOST_SAMPLES = 2**31 - 1  # no data set needs more in one step, and positions are counted in machine words
 
 
@@ -65,6 +66,8 @@ def read_arguments(given: Mapping[str, Any]) -> Arguments:
     for name in ("checkpoint_every", "threads"):
         if given[name] is not None:
             check_positive(name, given[name])
+    if given["threads"] is not None and given["threads"] > MOST_THREADS:
+        raise UsageError(f"threads={given['threads']} has to be at most {MOST_THREADS}; cores of this machine are a good number.")
     check_positive("keep", given["keep"])
     if isinstance(given["seed"], bool) or not isinstance(given["seed"], int):
         raise UsageError(f"seed={given['seed']!r} has to be a whole number.")
@@ -72,7 +75,8 @@ def read_arguments(given: Mapping[str, Any]) -> Arguments:
         if not isinstance(given[name], bool):
             raise UsageError(f"{name}={given[name]!r} has to be True or False.")
     _check_dir(given["dir"])
-    if given["compress"] is not None and given["compress"] not in COMPRESSIONS:
+    known = isinstance(given["compress"], str) and given["compress"] in COMPRESSIONS
+    if given["compress"] is not None and not known:
         allowed = ", ".join(map(repr, COMPRESSIONS))
         raise UsageError(f"compress={given['compress']!r} is not known. Allowed: {allowed}, or None.")
     if given["exact"] and given["compress"] not in (None, "bf16"):

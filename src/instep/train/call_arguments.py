@@ -16,6 +16,7 @@ from torch import nn
 
 from instep.errors import UsageError
 
+MOST_BITS = 1023  # of a whole number that has to become a float
 MOST_SHOWN = 60  # characters of a value in an error
 CANNOT_PICKLE = (pickle.PicklingError, TypeError, AttributeError, ValueError, NotImplementedError, RecursionError)
 
@@ -62,7 +63,8 @@ def plain_number(value: Any) -> float | None:
     if not isinstance(value, (int, float)) and callable(getattr(value, "item", None)):
         count: Any = value.numel() if isinstance(value, torch.Tensor) else getattr(value, "size", None)
         value = value.item() if count == 1 and not getattr(value, "is_meta", False) else None
-    return value if isinstance(value, (int, float)) else None
+    too_large = isinstance(value, int) and value.bit_length() > MOST_BITS
+    return value if isinstance(value, (int, float)) and not too_large else None
 
 
 def read_weight(call: str, value: Any, of: str) -> float:

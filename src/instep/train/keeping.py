@@ -12,11 +12,13 @@ from torch import nn
 from instep.errors import CheckpointError, UsageError
 from instep.settings import read_setting
 from instep.train.checkpoint.encode import decode_state, encode_state, tensor_names
+from instep.train.checkpoint.model_state import check_storable
 from instep.train.checkpoint.saved import Saved
 from instep.train.checkpoint.state import capture, merge_states
 from instep.train.checkpoint.state import restore as restore_state
 from instep.train.checkpoint.store import Checkpoints
 from instep.train.exactness import describe_differences, read_facts
+from instep.train.parts import check_values
 from instep.train.position import Position
 from instep.train.reduce.power_sgd import PowerSGD
 from instep.train.techniques.local_sgd import average_all
@@ -58,7 +60,7 @@ def _kept_here(run: Run) -> dict[str, Callable[[torch.Tensor], bool]]:
 
 def save(run: Run, metric: float | None, best: str | None) -> None:
     checkpoints = _need_directory(run, "run.save")
-    if best not in (None, "max", "min"):
+    if best is not None and not (isinstance(best, str) and best in ("max", "min")):
         raise UsageError(f"run.save(best={best!r}): best is 'max' or 'min', by the metric.")
     if best is not None and metric is None:
         raise UsageError(
@@ -83,6 +85,8 @@ def save(run: Run, metric: float | None, best: str | None) -> None:
         "run",
     )
     kept, values["state"] = encode_state(run.state, "run.state")
+    for name, tensor in kept.items():
+        check_storable(name, tensor)
     own_tensors, streams = encode_state(_stream_states(run), "streams")
     remembered, memories = encode_state(_transport_states(run), "transports")
     checkpoints.save(
@@ -218,6 +222,7 @@ def export_weights(run: Run, path: Path, model: nn.Module | None) -> None:
 
 def _which(run: Run, model: nn.Module | None, what: str) -> nn.Module:
     if model is not None:
+        check_values(what, model)
         return model
     if len(run._models) != 1:
         raise UsageError(f"{what} needs model=: this run has prepared {len(run._models)} models, not one.")

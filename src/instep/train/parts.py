@@ -20,20 +20,20 @@ def check_plain(model: object) -> None:
     wrapped = type(model).__name__
     if wrapped in ("DistributedDataParallel", "DataParallel", "FullyShardedDataParallel"):
         raise UsageError(f"run.prepare got a {wrapped}: it wants the plain model, and does the wrapper's work itself.")
-    _check_values(model)
+    check_values("run.prepare", model)
 
 
-def _check_values(model: nn.Module) -> None:
+def check_values(call: str, model: nn.Module) -> None:
     """Raises UsageError for a model that was made without values."""
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if isinstance(tensor, UninitializedTensorMixin):
             raise UsageError(
-                f"run.prepare got a {type(model).__name__} whose {name} has no shape yet: a lazy module learns it from its "
+                f"{call} got a {type(model).__name__} whose {name} has no shape yet: a lazy module learns it from its "
                 "first input. Run the model on one batch before: model(inputs)."
             )
         if tensor.is_meta:
             raise UsageError(
-                f"run.prepare got a {type(model).__name__} whose {name} is on the meta device, where tensors have a shape but "
+                f"{call} got a {type(model).__name__} whose {name} is on the meta device, where tensors have a shape but "
                 "no values. Make the model on a real device, or call model.to_empty(device='cpu') and load weights into it."
             )
 

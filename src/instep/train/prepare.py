@@ -48,7 +48,7 @@ def prepare_parts(
     """What `run.prepare` returns: the same objects, now parts of the run. Every rank must call it."""
     world = run._entered()
     split = run._grid.split if parallel is None else fit(read_parallel(parallel), world.size)
-    if every not in EVERY:
+    if not isinstance(every, str) or every not in EVERY:
         raise UsageError(f"schedule_every={every!r} is not possible. Allowed: 'step', 'epoch'.")
     take_up_split(run, split)
     data = run._grid.data

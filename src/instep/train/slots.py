@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from instep.errors import UsageError
@@ -46,13 +47,17 @@ class Slots:
         )
 
 
+def divisors(number: int) -> list[int]:
+    small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
+    return sorted({*small, *(number // n for n in small)})
+
+
 def choose_micro_batch(global_batch: int) -> Choice:
     """The micro-batch that follows from the global batch alone, so that no world size changes the numbers."""
     if global_batch % DEFAULT_SLOTS == 0:
         count = DEFAULT_SLOTS
     else:
-        divisors = (n for n in range(DEFAULT_SLOTS + 1, global_batch + 1) if global_batch % n == 0)
-        count = next(divisors, global_batch)
+        count = next((n for n in divisors(global_batch) if n > DEFAULT_SLOTS), global_batch)
     reason = f"{global_batch} samples in {count} slots, whatever the number of processes"
     return Choice("micro_batch", global_batch // count, reason, "Run(micro_batch=...)")
 
@@ -62,14 +67,14 @@ def plan_slots(global_batch: int, micro_batch: int, rank: int, world_size: int) 
     check_positive("global_batch", global_batch)
     check_positive("micro_batch", micro_batch)
     if global_batch % micro_batch:
-        fitting = [n for n in range(1, global_batch + 1) if global_batch % n == 0]
+        fitting = divisors(global_batch)
         raise UsageError(
             f"micro_batch={micro_batch} does not divide global_batch={global_batch}. "
             f"These do: {_some(fitting, micro_batch)}. {MORE}"
         )
     count = global_batch // micro_batch
     if world_size > count:
-        smaller = [n for n in range(1, micro_batch + 1) if global_batch % n == 0 and global_batch // n >= world_size]
+        smaller = [n for n in divisors(global_batch) if n <= micro_batch and global_batch // n >= world_size]
         ways = [f"start at most {count} process{'es' if count > 1 else ''}"]
         if smaller:
             ways.append(f"set micro_batch to one of {_some(smaller, micro_batch)}")

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from instep.errors import RanksDisagree, UsageError
-from instep.train.call_arguments import read_weight, show
+from instep.train.call_arguments import plain_number, read_weight, show
 
 
 def local_terms(call: str, value: Any, weight: Any) -> list[tuple[Any, float]]:
@@ -56,7 +56,8 @@ def _host(call: str, value: Any) -> Any:
         value = value.detach().cpu()
         return value.item() if value.dim() == 0 else value
     kind = getattr(getattr(value, "dtype", None), "kind", "")  # of numpy's arrays and numbers
-    if isinstance(value, (int, float, complex)) or (isinstance(kind, str) and kind and kind in "biufc"):
+    if plain_number(value) is not None or isinstance(value, complex) or (
+        isinstance(kind, str) and kind and kind in "biufc"):
         return value
     hint = " Give its values one by one." if isinstance(value, dict) else ""
     raise UsageError(

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from instep.errors import UsageError
+from instep.train.call_arguments import read_flag
 from instep.train.techniques.compile_blocks import compile_blocks
 from instep.train.techniques.recompute import read_recompute, recompute_blocks
 
@@ -22,6 +23,9 @@ class BlockOptions:
 
 def read_block_options(run_wide: Any, recompute: Any, offload: bool | None, compile: bool | None) -> BlockOptions:
     """run_wide: the arguments of Run, which hold for what is None here. Raises UsageError."""
+    for name, value in {"offload": offload, "compile": compile}.items():
+        if value is not None:
+            read_flag("run.prepare", name, value)
     options = BlockOptions(
         run_wide.recompute if recompute is None else read_recompute(recompute),
         run_wide.offload if offload is None else offload,

@@ -24,12 +24,12 @@ from instep.train.techniques.selective import keep_products
 
 def read_recompute(value: object) -> int | str | None:
     """A `recompute=` argument: None, "selective", or k for every k-th block. Raises UsageError."""
-    if value is None or value == "none":
+    if value is None:
         return None
-    if value == "blocks":
-        return 1
-    if value == "selective" or (isinstance(value, int) and not isinstance(value, bool) and value >= 1):
-        return value  # type: ignore[return-value]  # narrowed above
+    if isinstance(value, str) and value in ("none", "blocks", "selective"):
+        return {"none": None, "blocks": 1, "selective": "selective"}[value]
+    if isinstance(value, int) and not isinstance(value, bool) and value >= 1:
+        return value
     raise UsageError(
         f"recompute={value!r} is not possible. Allowed: 'blocks' (all), a whole number k (every k-th block), 'selective' "
         "(all, but matrix products and attention are kept), 'none', or None."
