@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import (
     UnsupportedOperatorException,
 )
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_any, tree_map
+from torch.utils._pytree import tree_any, tree_leaves, tree_map
 
 from instep.errors import UsageError
 
@@ -27,8 +27,16 @@ from instep.errors import UsageError
 CANNOT = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
 
 
+class Mixed(Exception):
+    """Fakes of two modes, that is of two stages, came together."""
+
+
+def modes_of(value: Any) -> set[int]:
+    return {id(leaf.fake_mode) for leaf in tree_leaves(value) if isinstance(leaf, FakeTensor)}
+
+
 def new_mode() -> FakeTensorMode:
-    """A world of fakes of its own: fakes of two modes do not mix."""
+    """A world of fakes of its own. torch lets fakes of two modes meet; `Watch` does not."""
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
@@ -62,22 +70,29 @@ def explained(what: str) -> Iterator[None]:
             f"{what}: its forward decides by the values of what another stage computes ({text}), which are not there. Name cut "
             "points behind that place, as Parallel(cut=['layers.4'])."
         ) from error
-    except AssertionError as error:
-        if "fake mode" not in str(error).lower():
+    except RuntimeError as error:
+        if "different devices" not in str(error):
             raise
+        raise UsageError(
+            f"{what}: forward uses a parameter of another module itself, as F.linear(x, self.embedding.weight) does, and not by "
+            "calling the module that has it. Give the parameter to a module of its own (tied weights are kept), and call that."
+        ) from error
+    except Mixed as error:
         raise UsageError(
             f"{what}: something of one stage is used in a later one without being an argument of the module that begins it. "
             "Pass it on as an argument, or name other cut points, as Parallel(cut=['layers.4'])."
         ) from error
 
 
-class Draws(TorchDispatchMode):
-    """Notices whether an operator draws random numbers."""
+class Watch(TorchDispatchMode):
+    """Notices whether an operator draws random numbers, and one that takes fakes of two modes."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.found = False
+        self.draws = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.found |= torch.Tag.nondeterministic_seeded in func.tags
+        self.draws |= torch.Tag.nondeterministic_seeded in func.tags
+        if len(modes_of((args, kwargs))) > 1:
+            raise Mixed
         return func(*args, **(kwargs or {}))

@@ -20,16 +20,20 @@ class Result:
     """Of one micro-batch. given: the weight came from the script."""
 
     weight: float = 0.0
-    weighted_loss: float = 0.0
+    loss: Any = 0.0  # a tensor where it was computed, so that nothing waits for it while the schedule runs
     given: bool = False
 
+    @property
+    def weighted_loss(self) -> float:
+        return float(self.loss) * self.weight if self.weight else 0.0
+
     def numbers(self) -> list[float]:
-        return [self.weight, self.weighted_loss, float(self.given)]
+        return [self.weight, float(self.loss), float(self.given)]
 
     @staticmethod
     def of(numbers: Sequence[float]) -> Result:
-        weight, weighted_loss, given = numbers
-        return Result(weight, weighted_loss, bool(given))
+        weight, loss, given = numbers
+        return Result(weight, loss, bool(given))
 
 
 def weigh_loss(
@@ -38,11 +42,10 @@ def weigh_loss(
     """The loss times its factor; notes loss and weight in the job. Weight 0 sends zeros, whatever the loss is."""
     loss, weight = read_loss(found)
     value, factor = job.read_weight(loss, weight)
-    job.result = Result(value, 0.0, weight is not None)
+    job.result = Result(value, loss.detach() if value else 0.0, weight is not None)
     if value == 0:
         roots = [tensor for tensor in received if tensor.requires_grad] or [next(parameters())]
         return _Nothing.apply(*roots)  # type: ignore[no-any-return]
-    job.result.weighted_loss = float(loss.detach()) * value
     return (loss * factor).reshape(())
 
 

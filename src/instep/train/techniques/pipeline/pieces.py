@@ -16,12 +16,14 @@ from instep.train.techniques.pipeline.cut import Cuts
 
 @dataclass(frozen=True)
 class Piece:
-    """stage: whose module this is, None for one that has parts in several; entry: the stage that begins with it."""
+    """stage: whose module this is, None for one that has parts in several; entry: the stage that begins with it; is_unit: no
+    module around it lies in one stage as well."""
 
     name: str
     module: nn.Module
     stage: int | None
     entry: int | None = None
+    is_unit: bool = False
 
 
 class Run(Protocol):
@@ -69,24 +71,29 @@ class Pieces:
 
 
 def find_pieces(model: nn.Module, cuts: Cuts) -> list[Piece]:
-    """The largest modules that lie in one stage, and those that begin one."""
+    """The modules that lie in one stage, with those inside them, and the modules that begin one."""
     entries = {name: number + 1 for number, name in enumerate(cuts.names)}
     found: dict[int, Piece] = {}
 
-    def visit(module: nn.Module, name: str) -> None:
+    def visit(module: nn.Module, name: str, inside: bool) -> None:
         if id(module) in found:
             return
-        inner = [key for key in entries if key.startswith(f"{name}.")] if name else list(entries)
+        begins = [key for key in entries if key.startswith(f"{name}.")] if name else list(entries)
         stages = {cuts.stages[key] for key in _tensor_names(module, name)}
-        is_unit = len(stages) == 1 and not inner and _has_state(module)
-        if is_unit or name in entries:
-            found[id(module)] = Piece(name, module, stages.pop() if is_unit else None, entries.get(name))
-        if not is_unit:
-            for child, each in module.named_children():
-                visit(each, f"{name}.{child}".lstrip("."))
+        is_whole = len(stages) == 1 and not begins and _has_state(module) and _is_callable(module)
+        if is_whole or name in entries:
+            stage = stages.pop() if is_whole else None
+            found[id(module)] = Piece(name, module, stage, entries.get(name), is_whole and not inside)
+        for child, each in module.named_children():
+            visit(each, f"{name}.{child}".lstrip("."), inside or is_whole)
 
-    visit(model, "")
+    visit(model, "", False)
     return list(found.values())
+
+
+def _is_callable(module: nn.Module) -> bool:
+    """Lists of modules have no forward, and are never called."""
+    return type(module).forward is not nn.Module.forward
 
 
 def find_loose(model: nn.Module, cuts: Cuts, units: set[int]) -> list[tuple[nn.Module, str, int]]:

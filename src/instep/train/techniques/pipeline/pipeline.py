@@ -91,7 +91,7 @@ class Pipeline:
 
     def held_modules(self) -> list[nn.Module]:
         """The largest modules that lie in one stage, of the stages held here."""
-        return [piece.module for piece in self._pieces.all if piece.stage in self.held]
+        return [piece.module for piece in self._pieces.all if piece.is_unit and piece.stage in self.held]
 
     def loose_parameters(self) -> list[str]:
         """Names of those that belong to a module which lies in several stages."""

@@ -129,7 +129,7 @@ def _check_units(model: nn.Module, cuts: Cuts, ranks: Sequence[int]) -> None:
     """FSDP2 shards module by module, and two of one rank cannot own one tensor."""
     owners: dict[tuple[int, int], str] = {}
     for piece in find_pieces(model, cuts):
-        if piece.stage is None:
+        if piece.stage is None or not piece.is_unit:
             continue
         for name, parameter in piece.module.named_parameters():
             other = owners.setdefault((id(parameter), ranks[piece.stage]), piece.name)

@@ -20,7 +20,17 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from instep.errors import UsageError
 from instep.train.seeds import get_generators, restore_generators
 from instep.train.techniques.pipeline.cut import Cuts
-from instep.train.techniques.pipeline.fakes import Draws, cut_off, explained, fake_like, has_fake, is_fake, new_mode
+from instep.train.techniques.pipeline.fakes import (
+    Mixed,
+    Watch,
+    cut_off,
+    explained,
+    fake_like,
+    has_fake,
+    is_fake,
+    modes_of,
+    new_mode,
+)
 from instep.train.techniques.pipeline.pieces import Piece, Pieces
 
 MOST_PLANS = 256  # shapes of inputs to remember
@@ -103,14 +113,15 @@ class Tracer:
         try:
             for module, name, _ in self._pieces.loose:
                 module._parameters[name] = probe.plan.loose[id(module), name]  # type: ignore[assignment]
-            with explained(probe.what), probe.draws:
-                output = self._model.forward(*args, **kwargs)
+            with explained(probe.what):
+                with probe.watch:
+                    output = self._model.forward(*args, **kwargs)
+                plan = probe.finish(output)
         finally:
             self._pieces.run = None
             for module, name, parameter in kept:
                 module._parameters[name] = parameter
             restore_generators(generators)
-        plan = probe.finish(output)
         plan.loose = {(number, name): plan.loose[id(m), name] for number, (m, name, _) in enumerate(self._pieces.loose)}
         return plan
 
@@ -126,15 +137,17 @@ class Probe:
     """A run in which no piece has numbers. what: begins each complaint."""
 
     def __init__(self, cuts: Cuts, device: torch.device, what: str) -> None:
-        self.plan, self.what, self.draws = Plan(), what, Draws()
+        self.plan, self.what, self.watch = Plan(), what, Watch()
         self._cuts, self._device = cuts, device
         self._modes = [new_mode() for _ in range(cuts.count)]
-        self._stage = 0
+        self._stage, self._is_inside = 0, False
 
     def fake_of(self, stage: int, tensor: Tensor) -> Tensor:
         return fake_like(self._modes[stage], tensor, self._device, tensor.requires_grad)
 
     def call(self, piece: Piece, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        if self._is_inside:
+            return original(*args, **kwargs)
         if piece.entry is not None:
             args, kwargs = self._enter(piece, args, kwargs)
         if piece.stage is None:
@@ -150,8 +163,14 @@ class Probe:
             for held in (piece.module.named_parameters(), piece.module.named_buffers())
             for name, tensor in held
         }
-        with self._modes[self._stage], self.draws:
-            output = cut_off(functional_call(holder, fakes, args, kwargs))
+        if modes_of((args, kwargs)) - {id(self._modes[self._stage])}:
+            raise Mixed
+        self._is_inside = True
+        try:
+            with self._modes[self._stage], self.watch:
+                output = cut_off(functional_call(holder, fakes, args, kwargs))
+        finally:
+            self._is_inside = False
         self.plan.outputs.append(output)
         return output
 
@@ -173,8 +192,10 @@ class Probe:
     def finish(self, output: Any) -> Plan:
         if self._stage != self._cuts.count - 1:
             raise UsageError(f"{self.what}: forward does not call {self._cuts.names[self._stage]}.")
+        if modes_of(output) - {id(self._modes[self._stage])}:
+            raise Mixed
         self.plan.leaves, self.plan.spec = tree_flatten(output)
-        self.plan.draws = self.draws.found
+        self.plan.draws = self.watch.draws
         return self.plan
 
 
@@ -210,9 +231,11 @@ class StageRun:
 
     def __init__(self, plan: Plan, stage: int, received: list[Tensor], on_entry: Callable[[], None]) -> None:
         self._plan, self._target, self._received, self._on_entry = plan, stage, received, on_entry
-        self._stage, self._outputs = 0, iter(plan.outputs)
+        self._stage, self._outputs, self._is_inside = 0, iter(plan.outputs), False
 
     def call(self, piece: Piece, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        if self._is_inside:
+            return original(*args, **kwargs)
         if piece.entry is not None:
             args, kwargs = self._enter(piece.entry, args, kwargs)
         if piece.stage is None:
@@ -224,7 +247,11 @@ class StageRun:
                 f"{piece.name} got other arguments in a pipeline than forward has given it for inputs of the same shapes: "
                 "forward must do the same for every micro-batch."
             )
-        return original(*args, **kwargs)
+        self._is_inside = True
+        try:
+            return original(*args, **kwargs)
+        finally:
+            self._is_inside = False
 
     def _enter(self, entry: int, args: Any, kwargs: Any) -> Any:
         boundary = self._plan.boundaries[entry - 1]
