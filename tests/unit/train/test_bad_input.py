@@ -213,7 +213,7 @@ def too_many_calls(run: instep.Run) -> None:
         (no_optimizer, "step.backward has nothing to train: give an optimizer to run.prepare(model, optimizer) first."),
         (vector_loss, "step.backward got a loss of shape (2, 1); it has to be a scalar"),
         (loss_without_graph, "step.backward got a loss without a graph: it depends on no parameter"),
-        (number_as_loss, "step.backward got a float; it takes the loss, a tensor of shape ()."),
+        (number_as_loss, "step.backward got 1.0; it takes the loss, a tensor of shape ()."),
         (negative_weight, "step.backward(weight=-1): the weight is the number of items"),
         (update_first, "step.update() of step 0 came before any backward. Iterate the step"),
         (own_optimizer_step, "SGD.step() was called by the script. step.update() does it"),

@@ -43,8 +43,11 @@ def rows_of_a_tensor(run: instep.Run) -> None:
     [
         (optimizer_of_another_model, "run.prepare got an optimizer that holds no parameter of its model, a Linear"),
         (scheduler_of_another_optimizer, "run.prepare got a StepLR of another optimizer"),
-        (number_as_scheduler, "run.prepare got a int as its scheduler"),
-        (rows_of_a_tensor, "step.all_rows got a Tensor; it takes a function of a micro-batch"),
+        (number_as_scheduler, "run.prepare got 3 as its scheduler"),
+        (
+            rows_of_a_tensor,
+            "step.all_rows got a Tensor of shape (3,) and type float32; it takes a function of a micro-batch",
+        ),
     ],
 )
 def test_says_what_does_not_fit(mistake: Callable[[instep.Run], None], text: str) -> None:
