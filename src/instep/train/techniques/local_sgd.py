@@ -16,12 +16,13 @@ from torch import Tensor
 
 from instep.errors import UsageError
 from instep.train.arguments import Arguments
-from instep.train.reduce.layout import plan_buckets
 from instep.train.reduce.local_reducer import LocalReducer
 from instep.train.update import Trained
 
 if TYPE_CHECKING:
     from instep.train.run import Run
+
+CHUNK_BYTES = 4 << 20
 
 
 def check_local_sgd(arguments: Arguments) -> None:
@@ -84,25 +85,21 @@ def _agree_on_state(
     mine = [{key: _describe(value) for key, value in state.items()} for state in states]
     counts: list[Tensor] = []
     moments: list[Tensor] = []
-    for place, everyone in enumerate(zip(*reducer.ranks.gather_objects(mine, what))):
-        wanted: dict[str, Any] = {}
-        for one in everyone:
-            wanted.update(one)
-        for key in sorted(key for key, described in wanted.items() if described is not None):
-            if key not in states[place]:
-                shape, dtype, device = wanted[key]
-                own = reducer.parameters[place].device if device != "cpu" else torch.device("cpu")
-                states[place][key] = torch.zeros(shape, dtype=dtype, device=own)
-            tensor = states[place][key]
+    for state, parameter, everyone in zip(states, reducer.parameters, zip(*reducer.ranks.gather_objects(mine, what))):
+        wanted = {key: described for one in everyone for key, described in one.items() if described is not None}
+        for key in sorted(wanted):
+            shape, dtype, on_host = wanted[key]
+            if not isinstance(state.get(key), Tensor):
+                state[key] = torch.zeros(shape, dtype=dtype, device="cpu" if on_host else parameter.device)
             if key == "step":
-                counts.append(tensor)
-            elif tensor.is_floating_point():
-                moments.append(tensor)
+                counts.append(state[key])
+            elif state[key].is_floating_point():
+                moments.append(state[key])
     return counts, moments
 
 
 def _describe(value: Any) -> tuple[Any, ...] | None:
-    return (tuple(value.shape), value.dtype, value.device.type) if isinstance(value, Tensor) else None
+    return (tuple(value.shape), value.dtype, value.device.type == "cpu") if isinstance(value, Tensor) else None
 
 
 def average(tensors: Sequence[Tensor], reducer: LocalReducer, what: str) -> None:
@@ -123,5 +120,13 @@ def average(tensors: Sequence[Tensor], reducer: LocalReducer, what: str) -> None
 
 def _chunks(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
     """A few megabytes each, of one type on one device."""
-    for members in plan_buckets(range(len(tensors)), tensors).members:
-        yield [tensors[i] for i in members]
+    for kind in dict.fromkeys((tensor.dtype, tensor.device) for tensor in tensors):
+        chunk: list[Tensor] = []
+        for tensor in tensors:
+            if (tensor.dtype, tensor.device) == kind:
+                chunk.append(tensor)
+                if sum(part.numel() * part.element_size() for part in chunk) >= CHUNK_BYTES:
+                    yield chunk
+                    chunk = []
+        if chunk:
+            yield chunk
