@@ -93,9 +93,14 @@ def lay_out(split: Parallel, world: World) -> Grid:
     return Grid(split, world, world.part(data), world.part(peers))
 
 
-def _division(keys: list[tuple[int, int]]) -> list[list[int]]:
+def along_shard(split: Parallel, world: World) -> World:
+    """Of all ranks those that share the parameters of this one. Every rank must call it."""
+    return world.part(_division([(pipeline, replicate, tensor) for pipeline, replicate, _, tensor in places(split)]))
+
+
+def _division(keys: Sequence[tuple[int, ...]]) -> list[list[int]]:
     """Ranks with the same key together."""
-    parts: dict[tuple[int, int], list[int]] = {}
+    parts: dict[tuple[int, ...], list[int]] = {}
     for rank, key in enumerate(keys):
         parts.setdefault(key, []).append(rank)
     return list(parts.values())

@@ -20,6 +20,7 @@ from instep.train.reduce.choose import choose_reducer, choose_transport
 from instep.train.reduce.local_reducer import LocalReducer
 from instep.train.reduce.reducer import Reducer
 from instep.train.reduce.shard_reducer import ShardReducer
+from instep.train.reduce.shard_traffic import choose_traffic
 from instep.train.skips import Skips
 from instep.train.techniques.block_options import BlockOptions, change_blocks
 from instep.train.techniques.local_sgd import check_local_sgd
@@ -111,6 +112,7 @@ def _shard(
     before = dict(model.named_parameters())
     policy = choose_policy(options.offload, run.device)
     shard_parameters(model, build_mesh(split, run._entered()), gathered=split.gathered, policy=policy)
+    run._hooks.append(choose_traffic(model, split, run._entered(), run._observer.say))
     run._is_sharded, run._first_reference = True, run._arguments.micro_batch
     if optimizer is not None:
         follow_sharding(optimizer, before, dict(model.named_parameters()))
@@ -141,6 +143,9 @@ def _take_optimizer(
         reducer = ShardReducer(model, parameters, run._grid, split.replicate)
     elif split.average_every > 1:
         check_local_sgd(run._arguments)
+        run._observer.say(
+            f"average_every={split.average_every}: ranks train copies of their own in between, so the weights depend on their number"
+        )
         reducer = LocalReducer(parameters, run._grid.data, split.average_every)
     else:
         compress, data = run._arguments.compress, run._grid.data

@@ -19,7 +19,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from instep.records.choice import Choice
+from instep.records.parallel import Parallel
 from instep.settings import read_setting
+from instep.train.mesh import along_shard
 from instep.train.reduce.shared_memory import CHUNK_BYTES, TIMEOUT, SharedHandle, SharedSum, add_in_tree
 from instep.train.reduce.shared_region import Region, can_share_memory, map_region
 from instep.train.techniques.shard import sharded_modules
@@ -29,8 +31,9 @@ _ARRIVED, _DONE = 0, 1  # words of a region: how often a rank has filled its cop
 MOST_REGIONS = 16  # of different sizes; a model has few kinds of blocks
 
 
-def choose_traffic(model: nn.Module, world: World, say: Callable[[str], None]) -> Leaving:
-    """world: the ranks that share the parameters of this one. Returns what to remove at the end. Every rank must call it."""
+def choose_traffic(model: nn.Module, split: Parallel, everyone: World, say: Callable[[str], None]) -> Leaving:
+    """model: sharded; everyone: all ranks. Returns what to remove at the end. Every rank must call it."""
+    world = along_shard(split, everyone)
     group = world.new_group()
     if group is None or world.device.type != "cpu":
         return Leaving(None)  # NCCL has all of it
