@@ -85,20 +85,24 @@ def judge(runs: list[Run], exact: bool, repeat: Callable[[], Record]) -> Verdict
 
 
 def _beside(between: list[Parting], inside: list[Parting]) -> list[Parting]:
-    """Partings of the runs that do not follow from what the ranks of one do."""
-    first = min((parting.step for parting in inside), default=None)
+    """Partings of the runs that do not follow from what the ranks of one do. Equal masks give no rank other samples."""
+    first = min((parting.step for parting in inside), default=math.inf)
+    first_but_masks = min((parting.step for parting in inside if parting.quantity != "dropout"), default=math.inf)
     causes = {parting.cause.id for parting in inside}
     return [
         each
         for each in between
-        if (first is None or each.step < first or each.quantity in _OWN) and each.cause.id not in causes
+        if (each.quantity in _OWN or each.step < (first_but_masks if each.quantity == "samples" else first))
+        and each.cause.id not in causes
     ]
 
 
 def _order(partings: list[Parting]) -> list[Parting]:
-    """The first step first, ranks of one run before runs; one cause once."""
+    """The first step first, ranks of one run before runs; one cause once. Other samples come before equal masks."""
+    late = {"dropout": 2, "metric": 3}
     ordered = sorted(
-        partings, key=lambda one: (one.step, one.quantity == "metric", one.between != "ranks", one.world_size)
+        partings,
+        key=lambda one: (one.step, late.get(one.quantity, one.between != "ranks"), one.world_size),
     )
     seen: dict[str, Parting] = {}
     for parting in ordered:

@@ -193,6 +193,12 @@ def test_rates_that_differ_between_ranks(tmp_path: Path) -> None:
     assert "[0.1] on rank 0 and [0.05] on rank 1" in verdict.partings[0].cause.text
 
 
+def test_other_samples_come_before_equal_masks(tmp_path: Path) -> None:
+    """Dropout is off while runs are compared, so it explains no difference of samples."""
+    verdict = verdict_on(tmp_path, two(drops=True, random="r"), [step(samples=["s0", "s9"])])
+    assert [p.cause.id for p in verdict.partings] == ["data-order", "dropout-streams"]
+
+
 def test_several_axes_are_left_to_the_comparison(tmp_path: Path) -> None:
     """Tensor parallel ranks rightly hold the same samples and different parameters."""
     ranks = two(gradient(2, 2, 2, 2), gradient(0, 2, 4, 6), mesh_axes=2, sharded=1)
