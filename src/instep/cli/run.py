@@ -14,18 +14,22 @@ import instep
 from instep.errors import UsageError
 from instep.launch.help import HELP
 from instep.launch.launch import BrokenTorch, Outcome, count_devices, launch
+from instep.launch.link.sharing import Sharing, describe_first
 from instep.launch.meeting import read_nodes
 from instep.launch.options import Parsed, parse
-from instep.launch.stall import watch_for_stalls
+from instep.launch.stall import Told, watch_for_stalls
 from instep.launch.watch import Hooks
 from instep.overrides import read_override
 from instep.records.finding import Finding
 from instep.records.launch_spec import LaunchSpec, Program
-from instep.records.run_dir import RunDir, write_json
+from instep.records.run_dir import RunDir, keep_json
 from instep.report.terminal import format_findings
 from instep.settings import read_setting
 
 _EXPLAIN_A_STALL = ("numbers/silent-pairing",)  # findings of other families that are the cause of one
+_NEEDED_BYTES = 1 << 18  # for a rank's page and the first of its notes
+# Certain findings after which a rank never goes on, though it waits in no collective.
+_HOPELESS = ("hang/lock-across-fork",)
 # Families of findings that explain why a rank ended; one of them makes the launcher's own finding needless.
 _EXPLAIN_AN_END = ("crash", "memory", "hang", "nonfinite", "startup", "storage")
 
@@ -45,7 +49,11 @@ def run(argv: list[str]) -> int:
         print(error, file=sys.stderr, end="")
         say("torch cannot be imported, so no rank was started; mend that first: python -c 'import torch'")
         return 1
-    report(spec, outcome)
+    try:
+        report(spec, outcome)
+    finally:
+        if outcome.sharing is not None:
+            outcome.sharing.nodes.close()
     return outcome.code
 
 
@@ -76,7 +84,7 @@ def make_spec(parsed: Parsed, program: Program) -> LaunchSpec:
         quiet_ranks=read_setting("quiet_ranks", ours["quiet_ranks"] or None).value,
         fork=read_setting("fork", False if ours["no_fork"] else None).value,
     )
-    write_json(run_dir.launch, spec.as_json() | _circumstances(parsed))
+    keep_json(run_dir.launch, spec.as_json() | _circumstances(parsed))
     return spec
 
 
@@ -143,17 +151,27 @@ def make_run_dir(wanted: str | None, program: Program) -> RunDir:
     chosen = read_setting("run_dir", wanted).value
     name = f"{program.short_name}-{time.strftime('%Y%m%d-%H%M%S')}"
     try:
-        return RunDir(_make_folder(Path(chosen)) if chosen else _make_new_folder(Path("runs"), name))
+        run_dir = RunDir(_make_folder(Path(chosen)) if chosen else _make_new_folder(Path("runs"), name))
+        run_dir.forget()
+        return run_dir
     except OSError as error:
         root = Path(tempfile.mkdtemp(prefix=f"instep-{name}-"))
-        say(f"{error.filename} cannot be written ({error.strerror}); this run's files are in {root}")
+        say(
+            f"{error.filename or chosen or 'runs'} cannot be written ({error.strerror}); this run's files are in {root}"
+        )
         return RunDir(root)
 
 
 def _make_folder(path: Path) -> Path:
     path.mkdir(parents=True, exist_ok=True)
-    tempfile.TemporaryFile(dir=path).close()  # a folder may exist and yet not be writable
+    _check_room(path)
     return path.absolute()
+
+
+def _check_room(path: Path) -> None:
+    """A folder may exist and yet not be writable, or on a disk that is full. Raises OSError."""
+    with tempfile.TemporaryFile(dir=path) as file:  # closing it writes the rest
+        file.write(bytes(_NEEDED_BYTES))
 
 
 def _make_new_folder(parent: Path, name: str) -> Path:
@@ -165,6 +183,7 @@ def _make_new_folder(parent: Path, name: str) -> Path:
             path.mkdir()
         except FileExistsError:
             continue
+        _check_room(path)
         return path.absolute()
     raise OSError(0, "a thousand runs have this name", str(parent / name))
 
@@ -175,14 +194,15 @@ def make_hooks(spec: LaunchSpec) -> Hooks:
         return Hooks()
     run_dir = RunDir(Path(spec.run_dir))
 
-    def describe() -> str:
+    def describe() -> Told:
         findings = [
             one
             for one in diagnose_run(run_dir)
             if one.id.startswith(("hang/", "startup/")) or one.id in _EXPLAIN_A_STALL
         ]
-        write_json(run_dir.findings, [finding.as_json() for finding in findings])
-        return format_findings(findings)
+        keep_json(run_dir.findings, [finding.as_json() for finding in findings])
+        hopeless = any(one.id in _HOPELESS and one.certainty == "certain" for one in findings)
+        return Told(format_findings(findings), hopeless)
 
     return Hooks(on_tick=watch_for_stalls(run_dir, spec.stall_after_seconds, spec.on_stall == "stop", describe))
 
@@ -201,18 +221,43 @@ def diagnose_run(run_dir: RunDir) -> list[Finding]:
 def report(spec: LaunchSpec, outcome: Outcome) -> None:
     """The last words: the failing rank's own, then the findings, which are kept in findings.json too."""
     run_dir = RunDir(Path(spec.run_dir))
-    findings = diagnose_run(run_dir) if spec.watch and run_dir.ranks() else []
-    explained = any(one.id.split("/")[0] in _EXPLAIN_AN_END or one.id in _EXPLAIN_A_STALL for one in findings)
-    own = [outcome.crash] if outcome.crash is not None and not explained else []
-    write_json(run_dir.findings, [finding.as_json() for finding in [*own, *findings]])
-    # An exception has said all in its own words above.
-    printed = [finding for finding in [*own, *findings] if finding.id != "crash/exception"]
-    text = outcome.failure_text + format_findings(printed)
+    text = outcome.failure_text + (_report_of_first(run_dir, outcome.sharing) or _own_report(spec, run_dir, outcome))
     if text:
         sys.stderr.write(text)
         sys.stderr.flush()
     if outcome.code != 0:
         say(f"exit code {outcome.code}; logs of all ranks are in {_short(run_dir.root)}")
+
+
+def _own_report(spec: LaunchSpec, run_dir: RunDir, outcome: Outcome) -> str:
+    """The findings of all ranks that are known here, printed and kept."""
+    findings = diagnose_run(run_dir) if spec.watch and run_dir.ranks() else []
+    explained = any(one.id.split("/")[0] in _EXPLAIN_AN_END or one.id in _EXPLAIN_A_STALL for one in findings)
+    elsewhere = outcome.sharing.crashes() if outcome.sharing is not None else []
+    crashes = [*([outcome.crash] if outcome.crash is not None else []), *map(Finding.from_json, elsewhere)]
+    found = findings if explained else [*crashes[:1], *findings]
+    rows = [finding.as_json() for finding in found]
+    keep_json(run_dir.findings, rows)
+    if outcome.sharing is not None:
+        outcome.sharing.tell_report(rows)
+    return format_findings([finding for finding in found if not _was_printed(finding, outcome.sharing)])
+
+
+def _was_printed(finding: Finding, sharing: Sharing | None) -> bool:
+    """An exception of a rank of this machine has said all in its own words."""
+    return finding.id == "crash/exception" and (sharing is None or bool(set(finding.ranks) & set(sharing.nodes.ranks)))
+
+
+def _report_of_first(run_dir: RunDir, sharing: Sharing | None) -> str:
+    """On the other nodes of a run on several: where the findings are; empty where this node reports for itself."""
+    if sharing is None or sharing.nodes.is_first:
+        return ""
+    findings = sharing.await_report()
+    if findings is None:
+        return ""
+    if not sharing.nodes.shares_folder:
+        keep_json(run_dir.findings, findings)
+    return f"instep: {describe_first(sharing.nodes)}\n" if findings else "instep: nothing was found on any node\n"
 
 
 def _short(path: Path) -> str:

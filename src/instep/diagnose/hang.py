@@ -9,6 +9,7 @@ from instep.diagnose.branches import Fork, compare
 from instep.diagnose.data_facts import UnevenLap, find_uneven_lap
 from instep.diagnose.pairing import Mispairing, find_mispairing
 from instep.diagnose.run_view import ECHO, Position, RunView, short
+from instep.diagnose.transfers import Transfer, find_transfers, has_partner
 from instep.records.event import Event
 from instep.records.finding import Evidence
 
@@ -25,6 +26,7 @@ class Hang:
     uneven: UnevenLap | None = None
     error: tuple[int, Event] | None = None
     mispairing: Mispairing | None = None
+    transfers: tuple[Transfer, ...] = ()
 
 
 @cache
@@ -48,8 +50,15 @@ def classify(run: RunView) -> Hang | None:
     uneven = find_uneven_lap(run)
     if uneven is not None:
         return replace(base, kind="uneven-batches", uneven=uneven)
+    transfers = find_transfers(run, waiting)
+    alone = tuple(one for one in transfers if not has_partner(one, transfers))
+    away = {one.peer for one in alone} - {one.rank for one in outside}
+    if alone and (away or not outside):
+        return replace(base, kind="transfer-without-partner", transfers=alone)
     if outside:
         return replace(base, kind="rank-stuck-outside")
+    if run.stall.get("ended"):
+        return replace(base, kind="rank-left-early")
     fork = _fork(waiting)
     if fork is not None and fork.loop is not None:
         uneven = find_uneven_lap(run, fork.loop.line)
@@ -94,15 +103,15 @@ def _is_echo(event: Event) -> bool:
 
 
 def cite_positions(run: RunView, positions: tuple[Position, ...]) -> tuple[Evidence, ...]:
-    """One line per rank: where it is and for how long."""
+    """One line per rank: where it is, and in a stall for how long."""
     rows: list[Evidence] = []
     for one in positions:
-        seconds = run.seconds_since(one.since)
+        lasting = f", for {run.seconds_since(one.since):.0f} s" if run.stall is not None else ""
         inner, outer = one.frames[:1], one.frames[-1:]
         path = f", called from {short(outer[0].site)}" if inner and outer and inner != outer else ""
         rows.append(
             Evidence(
-                f"rank {one.rank} is {one.describe()}{path}, step {one.step}, for {seconds:.0f} s",
+                f"{run.name(one.rank)} is {one.describe()}{path}, step {one.step}{lasting}",
                 f"rank{one.rank}/snapshot.json",
                 one.rank,
             )

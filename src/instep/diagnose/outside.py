@@ -4,11 +4,23 @@ from __future__ import annotations
 
 import ast
 from dataclasses import dataclass
+from typing import Any
 
-from instep.diagnose.run_view import Frame, Position, RankView, RunView
+from instep.diagnose.hang import Hang, classify
+from instep.diagnose.run_view import Frame, Position, RankView, RunView, is_worker, name_ranks
 from instep.diagnose.source import Source, load
 from instep.records.finding import CallSite
 
+STALE_SECONDS = 2.0  # since the last beat of a rank's watching thread, which beats five times a second
+# What tells most comes first, where several ranks are stuck in different ways.
+_KINDS = (
+    "stopped-process",
+    "interpreter-lock-held",
+    "lock-across-fork",
+    "lock-wait",
+    "data-loader-waits",
+    "rank-stuck-outside",
+)
 _LOCK_FILES = ("threading.py", "queue.py", "multiprocessing/synchronize.py")
 
 
@@ -21,6 +33,49 @@ class Stuck:
     here: CallSite | None
     cause_at: CallSite | None = None
     detail: str = ""
+    proven: bool = False
+
+
+@dataclass(frozen=True)
+class StuckRanks:
+    """Ranks that are in no collective, stuck in the same way; the others wait for them, or nobody waits."""
+
+    stuck: Stuck
+    ranks: tuple[int, ...]
+    hang: Hang
+
+    @property
+    def names(self) -> str:
+        return name_ranks(self.ranks)
+
+    @property
+    def verb(self) -> str:
+        """For a sentence that begins with the names."""
+        return "is" if len(self.ranks) == 1 else "are"
+
+    @property
+    def consequence(self) -> str:
+        """The end of a sentence that names the ranks."""
+        if not self.hang.waiting:
+            return "and makes no progress" if len(self.ranks) == 1 else "and make no progress"
+        return f"while the others wait for {'it' if len(self.ranks) == 1 else 'them'}"
+
+    @property
+    def positions(self) -> tuple[Position, ...]:
+        return self.hang.outside + self.hang.waiting
+
+
+def find_stuck(run: RunView, kind: str) -> StuckRanks | None:
+    """The ranks of a stall that are stuck outside of collectives, when they are so in this way."""
+    hang = classify(run)
+    if hang is None or hang.kind != "rank-stuck-outside":
+        return None
+    found = [explain_outside(run, position) for position in hang.outside]
+    first = min(found, key=lambda one: _KINDS.index(one.kind))
+    if first.kind != kind:
+        return None
+    same = [one for one in found if (one.kind, one.here, one.cause_at) == (first.kind, first.here, first.cause_at)]
+    return StuckRanks(first, tuple(one.position.rank for one in same), hang)
 
 
 def explain_outside(run: RunView, position: Position) -> Stuck:
@@ -29,20 +84,27 @@ def explain_outside(run: RunView, position: Position) -> Stuck:
     here = position.frames[0].site if position.frames else position.site
     if process.get("state") == "T":
         return Stuck("stopped-process", position, here)
-    if process and not process.get("answered", True):
+    if _does_not_answer(process):
         frames = view.worker_stacks
-        own = next((frame for stack in reversed(frames) for frame in stack if frame.own), None)
+        own = next((frame for stack in frames for frame in stack if frame.own), None)
         return Stuck("interpreter-lock-held", position, own.site if own else here)
     if position.kind == "data":
-        lock = _lock_across_fork(view)
+        lock = _lock_across_fork(view, position, here)
         if lock is not None:
-            return Stuck("lock-across-fork", position, here, *lock)
+            return lock
         worker = _worker_frame(view)
-        return Stuck("data-loader-waits", position, here, worker.site if worker else None)
+        return Stuck("data-loader-waits", position, here, worker[0].site if worker else None)
     lock_line = _waits_for_lock(view)
     if lock_line is not None:
         return Stuck("lock-wait", position, here, None, lock_line)
     return Stuck("rank-stuck-outside", position, here, _polling_loop(position))
+
+
+def _does_not_answer(process: dict[str, Any]) -> bool:
+    """Whether the rank has a watching thread that neither beats nor answers."""
+    if not process or process.get("answered", True) or not process.get("watched", True):
+        return False
+    return process.get("beat_age", STALE_SECONDS) >= STALE_SECONDS
 
 
 def _polling_loop(position: Position) -> CallSite | None:
@@ -56,29 +118,32 @@ def _polling_loop(position: Position) -> CallSite | None:
     return None
 
 
-def _worker_frame(view: RankView) -> Frame | None:
-    """The innermost user's line in a worker process of a data loader."""
+def _worker_frame(view: RankView) -> tuple[Frame, bool] | None:
+    """The innermost user's line in a worker process of a data loader, and whether it is the innermost of all."""
     for stack in view.worker_stacks:
-        if any(frame.name == "_worker_loop" for frame in stack):
+        if is_worker(stack):
             own = next((frame for frame in stack if frame.own), None)
             if own is not None:
-                return own
+                return own, own is stack[0]
     return None
 
 
-def _lock_across_fork(view: RankView) -> tuple[CallSite, str] | None:
-    """A worker that waits for a lock which another thread of the rank held when the worker was forked."""
-    worker = _worker_frame(view)
-    if worker is None:
-        return None
-    lock = lock_awaited(worker)
-    if lock is None:
+def _lock_across_fork(view: RankView, position: Position, here: CallSite | None) -> Stuck | None:
+    """A worker that waits for a lock which another thread of the rank held when the worker was forked.
+
+    Proven when that thread is seen to hold it, and the lock is one of this process alone (taking one that processes share
+    goes through Python code of multiprocessing).
+    """
+    worker, is_innermost = _worker_frame(view) or (None, False)
+    lock = lock_awaited(worker) if worker is not None else None
+    if worker is None or lock is None:
         return None
     for name, frames in view.other_threads:
         for frame in frames:
             if frame.own and lock in locks_held(frame):
-                return frame.site, f"thread {name} holds {lock}; worker waits for it at {worker.site}"
-    return worker.site, f"worker waits for {lock} at {worker.site}"
+                detail = f"thread {name} holds {lock}; worker waits for it at {worker.site}"
+                return Stuck("lock-across-fork", position, here, frame.site, detail, proven=is_innermost)
+    return Stuck("lock-across-fork", position, here, worker.site, f"worker waits for {lock} at {worker.site}")
 
 
 def lock_awaited(frame: Frame) -> str | None:

@@ -18,6 +18,7 @@ from instep.records.finding import CallSite, Evidence
 from instep.records.recording import Mark, Page, read_page
 from instep.records.run_dir import RankDir, RunDir
 
+_THREAD = re.compile(r"^(?:Current thread|Thread) 0x", re.MULTILINE)
 _FRAME = re.compile(r'  File "(?P<file>.+)", line (?P<line>\d+) in (?P<name>.+)')
 _TRACED = re.compile(r'  File "(?P<file>.+)", line (?P<line>\d+), in (?P<name>.+)')
 ECHO = re.compile(
@@ -88,9 +89,19 @@ def short(site: CallSite | None) -> str:
     return f"{os.path.basename(site.file)}:{site.line}" if site else "an unknown line"
 
 
+@dataclass(frozen=True)
+class Place:
+    """Of a rank on another node: its host, and what is to be added to its monotonic clock."""
+
+    host: str
+    clock: float
+    is_alive: bool
+
+
 @dataclass(frozen=True, eq=False)
 class RankView:
-    """One rank. Facts that were not left behind are None or empty."""
+    """One rank. Facts that were not left behind are None or empty; exit: code, time, and whether the launcher ended it;
+    place: None on the node that reports; stalled_at: when the stall was judged that the run is still in."""
 
     rank: int
     page: Page | None
@@ -100,6 +111,9 @@ class RankView:
     crash_text: str = ""
     stacks_text: str = ""
     mispaired: Page | None = None
+    exit: dict[str, Any] | None = None
+    place: Place | None = None
+    stalled_at: float | None = None
 
     @cached_property
     def sites(self) -> dict[int, CallSite]:
@@ -118,8 +132,10 @@ class RankView:
 
     @cached_property
     def marks(self) -> list[Mark]:
-        """Of the main thread."""
-        return _main_marks(self.page)
+        """Of the main thread; of a stall those before it was judged, and not what a stop from outside led to."""
+        marks = _main_marks(self.page)
+        at = self.stalled_at
+        return marks if at is None else [mark for mark in marks if mark.when <= at]
 
     @property
     def mispaired_marks(self) -> list[Mark]:
@@ -135,6 +151,8 @@ class RankView:
         """None while it runs, or when it is not known how it ended."""
         if self.failure is not None:
             return self.failure.get("exit_code")
+        if self.exit is not None:
+            return None if self.exit.get("by_us") else self.exit["code"]
         return 0 if self.reached_end and not self.is_alive else None
 
     @property
@@ -144,6 +162,8 @@ class RankView:
 
     @property
     def is_alive(self) -> bool:
+        if self.place is not None:
+            return self.place.is_alive
         return self.page is not None and _is_process(self.page.pid, self.page.started)
 
     @property
@@ -164,11 +184,20 @@ class RankView:
         return error is not None and bool(ECHO.search(error["message"]))
 
     @property
+    def newest_snapshot(self) -> dict[str, Any] | None:
+        """The snapshot, unless the rank went on after it."""
+        taken = (self.snapshot or {}).get("time")
+        went_on = taken is not None and bool(self.marks) and self.marks[-1].when > taken
+        return None if went_on else self.snapshot
+
+    @property
     def main_frames(self) -> tuple[Frame, ...]:
         """The user's frames of the main thread, innermost first: from the snapshot, a fatal signal, or its error."""
-        for thread in (self.snapshot or {}).get("threads", ()):
+        for thread in (self.newest_snapshot or {}).get("threads", ()):
             if thread["main"]:
                 return tuple(_frame(one) for one in thread["frames"] if one["own"])
+        if self.signalled_stack:
+            return _own(self.signalled_stack)
         if self.crash_text:
             return _own(_frames_of_dump(self.crash_text))
         error = self.error
@@ -177,25 +206,33 @@ class RankView:
     @property
     def innermost(self) -> Frame | None:
         """The innermost frame of the main thread, the user's or not."""
-        for thread in (self.snapshot or {}).get("threads", ()):
+        for thread in (self.newest_snapshot or {}).get("threads", ()):
             if thread["main"] and thread["frames"]:
                 return _frame(thread["frames"][0])
-        return None
+        return self.signalled_stack[0] if self.signalled_stack else None
+
+    @cached_property
+    def signalled_stack(self) -> tuple[Frame, ...]:
+        """Where the rank's main thread was when a signal made it write its stack: where no thread of ours answers."""
+        if self.newest_snapshot is not None:
+            return ()
+        return next((stack for stack in self.worker_stacks if not is_worker(stack)), ())
 
     @property
     def other_threads(self) -> list[tuple[str, tuple[Frame, ...]]]:
-        rows = (self.snapshot or {}).get("threads", ())
+        rows = (self.newest_snapshot or {}).get("threads", ())
         return [(row["name"], tuple(_frame(one) for one in row["frames"])) for row in rows if not row["main"]]
 
-    @property
+    @cached_property
     def worker_stacks(self) -> list[tuple[Frame, ...]]:
-        """Stacks that processes forked from this rank wrote on request; the rank's own are among them at worst."""
-        return [_frames_of_dump(text) for text in self.stacks_text.split("\n\n") if "File" in text]
+        """Stacks that processes forked from this rank wrote on request, and at worst the rank itself; newest first."""
+        stacks = [_frames_of_dump(text) for text in _THREAD.split(self.stacks_text) if "File" in text]
+        return stacks[::-1]
 
     @cached_property
     def pending(self) -> dict[str, Any] | None:
         """The oldest collective that had not come back, as the flight recorder knows it."""
-        waiting = [one for one in (self.snapshot or {}).get("collectives", ()) if not one["done"]]
+        waiting = [one for one in (self.newest_snapshot or {}).get("collectives", ()) if not one["done"]]
         return waiting[0] if waiting else None
 
     @cached_property
@@ -207,7 +244,8 @@ class RankView:
         here = frames[0].site if frames else None
         stage, _, what = mark.kind.partition("-")
         site = self.site(mark.site)
-        base = Position(self.rank, "outside", "", here or site, frames, mark.when, mark.step, mark.sequence)
+        since = mark.when + (self.place.clock if self.place is not None else 0.0)
+        base = Position(self.rank, "outside", "", here or site, frames, since, mark.step, mark.sequence)
         if mark.kind == "ended":
             return replace(base, kind="ended", site=None)
         if stage == "enter" and what == "collective":
@@ -233,6 +271,7 @@ class RunView:
     ranks: tuple[RankView, ...]
     stall: dict[str, Any] | None = None
     pairing: dict[str, Any] | None = None
+    nodes: dict[str, Any] | None = None
     launch: dict[str, Any] = field(default_factory=dict[str, Any])
 
     @property
@@ -242,6 +281,16 @@ class RunView:
     @property
     def world_size(self) -> int:
         return next((view.page.world_size for view in self.ranks if view.page), len(self.ranks))
+
+    @cached_property
+    def hosts(self) -> dict[int, str]:
+        """Of a run on several nodes: the host of each rank."""
+        rows = (self.nodes or {}).get("nodes", ())
+        return {int(rank): str(row["host"]) for row in rows for rank in row["ranks"]}
+
+    def name(self, rank: int) -> str:
+        """`rank 3`, with its host in a run on several nodes."""
+        return f"rank {rank} on {self.hosts[rank]}" if rank in self.hosts else f"rank {rank}"
 
     @property
     def is_whole(self) -> bool:
@@ -272,21 +321,51 @@ def _main_marks(page: Page | None) -> list[Mark]:
 
 def read_run(root: Path) -> RunView:
     run_dir = RunDir(root)
-    ranks = tuple(_read_rank(rank, run_dir.rank(rank)) for rank in run_dir.ranks())
-    return RunView(root, ranks, read_json(run_dir.stall), read_json(run_dir.pairing), read_json(run_dir.launch) or {})
+    nodes, exits = read_json(run_dir.nodes), read_json(run_dir.exits) or {}
+    places = _places(nodes) if nodes is not None else {}
+    exits |= _exits_elsewhere(nodes) if nodes is not None else {}
+    stall, pairing = read_json(run_dir.stall), read_json(run_dir.pairing)
+    seen_at = stall.get("seen_at") if stall is not None else None
+    ranks = tuple(
+        _read_rank(rank, run_dir.rank(rank), exits.get(str(rank)), places.get(rank), seen_at)
+        for rank in run_dir.ranks()
+    )
+    return RunView(root, ranks, stall, pairing, nodes, read_json(run_dir.launch) or {})
 
 
-def _read_rank(rank: int, paths: RankDir) -> RankView:
+def _places(nodes: dict[str, Any]) -> dict[int, Place]:
+    return {
+        int(rank): Place(str(row["host"]), float(row.get("clock", 0.0)), rank in row.get("living", ()))
+        for row in nodes["nodes"]
+        if row["node"] != nodes["node"]
+        for rank in row["ranks"]
+    }
+
+
+def _exits_elsewhere(nodes: dict[str, Any]) -> dict[str, Any]:
+    return {str(rank): exit for row in nodes["nodes"] for rank, exit in (row.get("exits") or {}).items()}
+
+
+def _read_rank(
+    rank: int, paths: RankDir, exit: dict[str, Any] | None, place: Place | None, seen_at: float | None
+) -> RankView:
     return RankView(
         rank,
         read_page(paths.page),
-        tuple(read_events(paths.events)),
+        tuple(_by_our_clock(event, place) for event in read_events(paths.events)),
         read_json(paths.snapshot),
         read_json(paths.failure),
         read_text(paths.crash),
         read_text(paths.stacks),
         read_page(paths.mispaired_page),
+        exit,
+        place,
+        None if seen_at is None else seen_at - (place.clock if place is not None else 0.0),
     )
+
+
+def _by_our_clock(event: Event, place: Place | None) -> Event:
+    return event if place is None else replace(event, time=event.time + place.clock)
 
 
 def _is_process(pid: int, started: float) -> bool:
@@ -321,6 +400,11 @@ def _is_ours(file: str) -> bool:
     """Whether it is a file of this package, wherever that was installed when the run was recorded."""
     _, found, inside = file.rpartition("/instep/")
     return bool(found) and "/" in inside and (Path(layout.__file__).parent.parent / inside).is_file()
+
+
+def is_worker(stack: tuple[Frame, ...]) -> bool:
+    """Whether it is of a worker process of a data loader."""
+    return any(frame.name == "_worker_loop" for frame in stack)
 
 
 def _frame(row: dict[str, Any]) -> Frame:

@@ -2,7 +2,8 @@
 
 Forked from the zygote when several nodes meet or the user has chosen a rendezvous. torchrun's own `run` does the work;
 only the one function with which its agent starts worker processes is replaced, so every option keeps its meaning.
-What goes over the channel: to the launcher `start`, `stop`, `guilty`, `lost`, `failed`, `done`; from it `pids`, `ended`.
+What goes over the channel: to the launcher `start`, `stop`, `guilty`, `lost`, `link`, `failed`, `done`; from it `link`,
+`pids`, `ended`.
 """
 
 from __future__ import annotations
@@ -44,6 +45,8 @@ class Line:
     def receive(self, kind: str) -> dict[str, Any]:
         while True:
             message, _ = channel.receive(self.launcher)
+            if message["answer"] == "link" and self.peers is not None:  # comes before `pids`, once an attempt
+                self.peers.link = message["text"]
             if message["answer"] == kind:
                 return message
 
@@ -55,7 +58,8 @@ class Line:
         if self.peers is not None:
             self.peers.stop()
         tell: Callable[[str], None] = lambda text: self.send({"do": "lost", "text": text})  # noqa: E731
-        self.peers = Peers(group.store, group.group_rank, group.group_world_size, tell)
+        pass_on: Callable[[str], None] = lambda text: self.send({"do": "link", "text": text})  # noqa: E731
+        self.peers = Peers(group.store, group.group_rank, group.group_world_size, tell, pass_on)
         self.peers.start()
 
 

@@ -7,14 +7,19 @@ import signal
 import socket
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from instep.launch import channel
 from instep.launch.console import is_live_terminal
 from instep.launch.failure import describe_guilty
 from instep.launch.group_state import AgentState, GroupState, Stop
+from instep.launch.link.nodes import Nodes
+from instep.launch.link.sharing import Sharing
+from instep.launch.meeting import read_nodes
 from instep.launch.worker_env import our_variables
 from instep.records.launch_spec import LaunchSpec, RankPlace
+from instep.records.run_dir import RunDir
 
 SAY_AFTER_SECONDS = 15.0
 
@@ -37,6 +42,11 @@ class AgentLink:
         self.describe_waiting = describe_waiting
         self.warned = False
         self.pids_told = False
+        self.nodes = Nodes(RunDir(Path(spec.run_dir)), say)
+        self.sharing = Sharing(self.nodes)
+        least, most = read_nodes(spec.torch_options["nnodes"])
+        # Others may take a lost node's place: whether the run ends is up to torch's agent then.
+        self.needs_all = least == most and spec.torch_options["max_restarts"] == 0
 
     def hear(self, group: GroupState) -> bool:
         """Takes one message. Returns False when the agent's end is closed."""
@@ -50,18 +60,28 @@ class AgentLink:
             group.agent.told, group.agent.running, self.pids_told = False, True, False
             places = [self._place(rank) for rank in message["ranks"]]
             self.start_group(places, int(places[0].variables["TORCHELASTIC_RESTART_COUNT"]))
+            self._join_nodes(group, places)
         elif do == "stop" and group.stop is None:
             number, seconds = signal.Signals(message["signal"]), float(message["seconds"])
             group.stop = Stop("asked", time.time(), signal=number, grace_seconds=seconds)
         elif do == "guilty":
             group.agent.elsewhere = message["text"]
-        elif do == "lost":
+        elif do == "link":
+            self.nodes.found(message["text"])
+        elif do == "lost" and group.stop is None:
             self.say(message["text"])
-            group.stop = group.stop or Stop("node_lost", time.time())
+            group.stop = Stop("node_lost", time.time())
         elif do in ("done", "failed"):
             group.agent.end = do
             group.agent.message = f"{message['type']}: {message['message']}" if do == "failed" else ""
         return True
+
+    def _join_nodes(self, group: GroupState, places: list[RankPlace]) -> None:
+        """The launchers of this attempt; where the first listens goes through torch's store."""
+        to_tell = self.nodes.join(places[0].variables, tuple(place.rank for place in places))
+        group.sharing = self.sharing if self.nodes.size > 1 else None
+        if to_tell:
+            self._send({"answer": "link", "text": to_tell})
 
     def _place(self, rank: dict[str, Any]) -> RankPlace:
         variables = rank["variables"] | our_variables(self.spec.run_dir, self.spec.overrides, is_live_terminal(2))
@@ -98,7 +118,10 @@ class AgentLink:
         self._send({"answer": "ended", "codes": codes, "guilty": guilty, "echo": bool(group.failures) and not guilty})
 
     def tick(self, group: GroupState, now: float) -> None:
-        """Says once what is waited for when the nodes have not met for a while."""
+        """Looks at the other nodes; says once what is waited for when they have not met for a while."""
+        self.nodes.tick(time.monotonic())
+        if self.nodes.has_lost and self.needs_all and group.stop is None and (group.living or group.failures):
+            group.stop = Stop("node_lost", now)
         agent: AgentState | None = group.agent
         if agent is None or agent.running or agent.told or self.warned or now - agent.asked_at < SAY_AFTER_SECONDS:
             return

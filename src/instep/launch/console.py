@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import selectors
@@ -26,9 +27,9 @@ class Stream:
     pipe: int
     target: int | None
     lines: LineAssembler
-    files: list[BinaryIO] = field(default_factory=list[BinaryIO])
+    files: list[Log] = field(default_factory=list["Log"])
     filtered: tuple[bytes, ...] = ()
-    filter_file: BinaryIO | None = None
+    filter_file: Log | None = None
 
 
 class Console:
@@ -152,9 +153,23 @@ def is_live_terminal(target: int) -> bool:
     return os.isatty(target) and os.environ.get("TERM") != "dumb"
 
 
-def open_log(path: Path) -> BinaryIO:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    return open(path, "ab", buffering=0)
+class Log:
+    """A file that output is kept in; a disk that is full or gone costs what is kept, never the run."""
+
+    def __init__(self, path: Path) -> None:
+        self.file: BinaryIO | None = None
+        with contextlib.suppress(OSError):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self.file = open(path, "ab", buffering=0)  # noqa: SIM115  # as long as the rank writes
+
+    def write(self, data: bytes) -> None:
+        if self.file is not None:
+            with contextlib.suppress(OSError):  # room may come back, so that later lines are tried again
+                self.file.write(data)
+
+    def close(self) -> None:
+        if self.file is not None:
+            self.file.close()
 
 
 def _is_same_file(one: int, other: int) -> bool:

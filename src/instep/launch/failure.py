@@ -16,7 +16,7 @@ from instep.launch.exits import describe_exit, echo_in, is_consequence, signal_n
 from instep.launch.group_state import GroupState, RankState
 from instep.launch.memory_facts import MemoryFacts, describe_bytes, explain_kill
 from instep.records.finding import CallSite, Evidence, Finding
-from instep.records.run_dir import RunDir, write_json
+from instep.records.run_dir import RunDir, keep_json
 
 _FRAME = re.compile(r'  File "(?P<file>.+)", line (?P<line>\d+) in (?P<name>.+)')
 _VARIES = re.compile(r"0x[0-9a-f]+|\d+|\[?rank\d+\]?:?")
@@ -179,7 +179,16 @@ def keep_failures(group: GroupState, run_dir: RunDir) -> None:
     for rank in group.failures:
         if not was_ended_by_us(group, rank):
             facts = {"exit_code": rank.exit_code, "ended_at": rank.ended_at, "peak_bytes": rank.peak_bytes}
-            write_json(run_dir.rank(rank.place.rank).failure, facts | {"error": rank.error, "restart": group.restart})
+            keep_json(run_dir.rank(rank.place.rank).failure, facts | {"error": rank.error, "restart": group.restart})
+
+
+def describe_exits(group: GroupState) -> dict[int, dict[str, Any]]:
+    """The exit code of every rank, so that one which ended with 0 in the middle is told from one that was ended."""
+    return {
+        rank.place.rank: {"code": rank.exit_code, "ended_at": rank.ended_at, "by_us": was_ended_by_us(group, rank)}
+        for rank in group.ranks
+        if rank.exit_code is not None
+    }
 
 
 def find_crash(group: GroupState, run_dir: RunDir, before: MemoryFacts, after: MemoryFacts) -> Finding | None:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from instep.records.launch_spec import RankPlace
+
+if TYPE_CHECKING:
+    from instep.launch.link.sharing import Sharing
 
 StopReason = Literal["failed", "interrupted", "terminated", "stalled", "asked", "lost", "node_lost"]
 
@@ -66,7 +69,8 @@ class AgentState:
 
 @dataclass
 class GroupState:
-    """restarts_left: how often the whole group may be started again here; with an agent that is the agent's matter."""
+    """restarts_left: how often the whole group may be started again here; with an agent that is the agent's matter;
+    sharing: with the launchers of other nodes."""
 
     ranks: list[RankState]
     restart: int = 0
@@ -74,6 +78,7 @@ class GroupState:
     stop: Stop | None = None
     shutdown_seconds: float | None = None
     agent: AgentState | None = None
+    sharing: Sharing | None = None
 
     @property
     def living(self) -> list[RankState]:

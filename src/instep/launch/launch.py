@@ -9,17 +9,18 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from instep.errors import UsageError
 from instep.launch import channel, linux
 from instep.launch.agent_link import AgentLink
 from instep.launch.decide import first_guilty
-from instep.launch.failure import describe_failure, find_crash, keep_failures
+from instep.launch.failure import describe_exits, describe_failure, find_crash, keep_failures
 from instep.launch.group_state import AgentState, GroupState
+from instep.launch.link.sharing import Sharing
 from instep.launch.local import empty_store, make_placer, needs_agent, open_store, start_store
 from instep.launch.meeting import check_meeting, describe_waiting
 from instep.launch.memory_facts import read_memory_facts
@@ -29,18 +30,20 @@ from instep.launch.worker_env import choose_threads, count_cores
 from instep.records.choice import Choice
 from instep.records.finding import Finding
 from instep.records.launch_spec import LaunchSpec, Program
-from instep.records.run_dir import RunDir
+from instep.records.run_dir import RunDir, keep_json
 
 Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """failure_text: the last words on a failed run; crash: the same as a finding, unless diagnosis knows better."""
+    """failure_text: the last words on a failed run; crash: the same as a finding, unless diagnosis knows better;
+    sharing: with the launchers of other nodes, which is open until the report is out."""
 
     code: int
     failure_text: str = ""
     crash: Finding | None = None
+    sharing: Sharing | None = None
 
 
 class BrokenTorch(Exception):
@@ -60,8 +63,10 @@ def launch(spec: LaunchSpec, words: tuple[str, ...], hooks: Hooks, say: Say) -> 
         return _say_zygote_died(say)
     run_dir = RunDir(Path(spec.run_dir))
     held: list[socket.socket] = []
+    watch: Watch | None = None
+    code: int | None = None
     try:
-        with open(run_dir.agent_log, "ab", buffering=0) as log:
+        with _open_agent_log(run_dir) as log:
             if store is None:
                 watch = Watch(spec, zygote, hooks, None, fresh)
                 held.append(_start_agent(watch, words, log.fileno(), time.time()))
@@ -77,11 +82,22 @@ def launch(spec: LaunchSpec, words: tuple[str, ...], hooks: Hooks, say: Say) -> 
         end_leftovers(zygote.pid)
         for each in held:
             each.close()
-    return _conclude(watch.group, code, run_dir, before, say)
+        if code is None and watch is not None:
+            watch.leave_nodes()
+    outcome = _conclude(watch.group, code, run_dir, before, say)
+    return _with_other_nodes(outcome, watch)
+
+
+def _open_agent_log(run_dir: RunDir) -> BinaryIO:
+    try:
+        return open(run_dir.agent_log, "ab", buffering=0)
+    except OSError:  # a full disk costs the file
+        return open(os.devnull, "ab", buffering=0)
 
 
 def _conclude(group: GroupState, code: int, run_dir: RunDir, before: Any, say: Say) -> Outcome:
     stop = group.stop
+    keep_json(run_dir.exits, describe_exits(group))
     if stop is not None and stop.reason == "interrupted":
         say("stopped by Ctrl-C" if stop.signal == 2 else "stopped")
         return Outcome(code)
@@ -94,6 +110,16 @@ def _conclude(group: GroupState, code: int, run_dir: RunDir, before: Any, say: S
         say(describe_agent_failure(group.agent.message))
     crash = find_crash(group, run_dir, before, read_memory_facts())
     return Outcome(code, describe_failure(group, run_dir), crash)
+
+
+def _with_other_nodes(outcome: Outcome, watch: Watch) -> Outcome:
+    """Brings what all nodes know to the first one, which makes the report."""
+    group, sharing = watch.group, watch.group.sharing
+    if sharing is None or (group.stop is not None and group.stop.reason == "interrupted"):
+        watch.leave_nodes()
+        return outcome
+    sharing.exchange_ends(describe_exits(group), outcome.crash.as_json() if outcome.crash is not None else None)
+    return replace(outcome, sharing=sharing)
 
 
 def describe_agent_failure(message: str) -> str:

@@ -1,4 +1,5 @@
-"""What the agents of several nodes tell each other over their rendezvous' store: that they live, and who failed first.
+"""What the agents of several nodes tell each other over their rendezvous' store: that they live, who failed first, and
+where the launchers find each other.
 
 torch's agents do not watch each other: when a machine is lost, the ranks of the others wait for half an hour. Here each
 agent writes a beat and reads those of the others, in a thread of its own with a connection of its own.
@@ -16,17 +17,28 @@ if TYPE_CHECKING:
 
 BEAT_SECONDS = 2.0
 LOST_SECONDS = 30.0  # a busy machine may be silent for some seconds; half an hour is what is saved
+_LINK_SECONDS = 0.1  # between two looks, until the launchers know of each other
 _WORD_SECONDS = 3.0  # for the failing node to tell of its rank
 
 
 class Peers:
-    """The other nodes of one attempt. on_lost is called once, from another thread, with a sentence."""
+    """The other nodes of one attempt. on_lost is called once, from another thread, with a sentence; on_link with where
+    the launcher of the first node listens; link: the same on that node, to be told."""
 
-    def __init__(self, store: dist.Store, rank: int, size: int, on_lost: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        store: dist.Store,
+        rank: int,
+        size: int,
+        on_lost: Callable[[str], None],
+        on_link: Callable[[str], None] = lambda _: None,
+    ) -> None:
         self.store: dist.Store = store.clone()  # pyright: ignore[reportAttributeAccessIssue]  # not in torch's stubs
         self.rank = rank
         self.size = size
         self.on_lost = on_lost
+        self.on_link = on_link
+        self.link = ""
         self.ended = threading.Event()
         self.thread = threading.Thread(target=self._beat, name="instep-peers", daemon=True)
 
@@ -42,9 +54,11 @@ class Peers:
         heard: dict[int, tuple[bytes, float]] = dict.fromkeys(others, (b"", time.monotonic()))
         store_answers_at = time.monotonic()
         count = 0
-        while not self.ended.wait(BEAT_SECONDS):
+        is_linked = False
+        while not self.ended.wait(BEAT_SECONDS if is_linked else _LINK_SECONDS):
             count += 1
             try:
+                is_linked = is_linked or self._pass_link_on()
                 self.store.set(f"instep/beat/{self.rank}", str(count))
                 for peer, (beat, _) in heard.items():
                     key = f"instep/beat/{peer}"
@@ -58,6 +72,17 @@ class Peers:
             if lost and not self.ended.is_set():
                 self.on_lost(lost)
                 return
+
+    def _pass_link_on(self) -> bool:
+        """Whether the others can know where the first launcher listens, or ours knows. Raises RuntimeError."""
+        key = "instep/link"
+        if self.rank == 0 and self.link:
+            self.store.set(key, self.link)
+            return True
+        if self.rank > 0 and self.store.check([key]):
+            self.on_link(bytes(self.store.get(key)).decode(errors="replace"))
+            return True
+        return False
 
     def tell_guilty(self, text: str) -> None:
         """For the other nodes: which rank of ours failed by a fault of its own."""

@@ -11,7 +11,7 @@ from string import Template
 from typing import Any
 
 from instep.launch import channel
-from instep.launch.console import Console, Stream, open_log
+from instep.launch.console import Console, Log, Stream
 from instep.launch.group_state import RankState
 from instep.launch.output import make_prefix
 from instep.launch.spawn import Zygote, fresh_command, rank_job
@@ -47,8 +47,9 @@ class StatusPipe:
         self.rank.error = report
         self.rank.announced = report["printed"]
         if self.log is not None and not report["printed"]:
-            with open_log(self.log) as file:
-                file.write(report["text"].encode(errors="replace"))
+            log = Log(self.log)
+            log.write(report["text"].encode(errors="replace"))
+            log.close()
 
 
 class RankStarter:
@@ -67,7 +68,9 @@ class RankStarter:
     def start(self, rank: RankState) -> None:
         place = rank.place
         rank_dir = RunDir(Path(self.spec.run_dir)).rank(place.rank)
-        rank_dir.root.mkdir(parents=True, exist_ok=True)
+        with contextlib.suppress(OSError):  # a full disk costs the rank's files; each of them bears that
+            rank_dir.root.mkdir(parents=True, exist_ok=True)
+            rank_dir.forget()
         stdout, stderr = self._open_streams(place, rank_dir.output)
         status = StatusPipe(rank, rank_dir.output)
         self.status.append(status)
@@ -110,9 +113,9 @@ class RankStarter:
             return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
         shown = place.shown and not (self.spec.quiet_ranks and place.rank > 0)
         reader, writer = os.pipe()
-        stream = Stream(reader, target if shown else None, self.console.assembler(self._prefix(place)), [open_log(log)])
+        stream = Stream(reader, target if shown else None, self.console.assembler(self._prefix(place)), [Log(log)])
         if tee:
-            stream.files.append(open_log(Path(tee)))
+            stream.files.append(Log(Path(tee)))
             self._add_filter(stream, place, target)
         self.console.add(stream)
         return writer
@@ -123,7 +126,7 @@ class RankStarter:
         path = getattr(place, f"filtered_{name}")
         if needles and path:
             stream.filtered = tuple(needle.encode() for needle in needles)
-            stream.filter_file = open_log(Path(path))
+            stream.filter_file = Log(Path(path))
 
     def _prefix(self, place: RankPlace) -> bytes:
         template = os.environ.get("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE")

@@ -84,6 +84,11 @@ class Watch:
         self.agent = agent
         self.selector.register(agent.channel, selectors.EVENT_READ, self.hear_agent)
 
+    def leave_nodes(self) -> None:
+        """Says goodbye to the launchers of other nodes, where there are any."""
+        if self.agent is not None:
+            self.agent.nodes.close()
+
     def run(self) -> int:
         """Everything until the end. Returns the exit code."""
         with self._signals_caught():
@@ -126,7 +131,9 @@ class Watch:
         self.announce_errors(now)
         if self.agent is not None:
             self.agent.tick(self.group, now)
-        if self.hooks.on_tick is None or self.group.stop is not None or not self.group.living:
+        if self.hooks.on_tick is None or self.group.stop is not None:
+            return
+        if not self.group.living and self.group.sharing is None:
             return
         verdict = self.hooks.on_tick(self.group, now)
         if verdict is not None and verdict.text:

@@ -98,7 +98,10 @@ def _forget_shared_randomness() -> None:
 
 def _record_crashes(rank_dir: Path) -> None:
     """SIGSEGV, SIGABRT and their like leave the Python line in a file (kept open as long as the process lives)."""
-    file = os.open(RankDir(rank_dir).crash, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
+    try:
+        file = os.open(RankDir(rank_dir).crash, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
+    except OSError:  # a full disk costs the file, not the rank
+        file = 2
     faulthandler.enable(file=file, all_threads=True)
 
 

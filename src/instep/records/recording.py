@@ -92,6 +92,7 @@ OPERATIONS: tuple[str, ...] = (
     "destroy_process_group",
     "all_gather_single",
     "reduce_scatter_single",
+    "wait",  # for an operation that was started before
 )
 OPERATION_NUMBER = {name: number for number, name in enumerate(OPERATIONS)}
 POINT_TO_POINT = frozenset(
@@ -99,14 +100,21 @@ POINT_TO_POINT = frozenset(
 )
 
 ASYNC, OTHER_GROUP, OTHER_THREAD, UNSYNCED, NO_GRAPH, NO_GRAD, EVALUATING = (1 << bit for bit in range(7))
+GROUP_BITS = 8  # of the flags, above these: a number for the process group, 0 for the default one
 TRAINED = 1  # flag of a batch print: gradients were computed from it
 
 SECONDS_OF = ("data", "forward", "backward", "backward_cpu", "step", "collective", "total", "steps", "usual_own")
 
 
+def pack_group(number: int) -> int:
+    """A number of a process group, as it goes into the flags."""
+    return (number % 255 + 1) << GROUP_BITS
+
+
 @dataclass(frozen=True)
 class Mark:
-    """One moment in the life of a rank. site: number of a call site, named in the rank's events."""
+    """One moment in the life of a rank. site: number of a call site, named in the rank's events; count: for a transfer
+    between two ranks the other one, counted from 1."""
 
     kind: str
     operation: str
@@ -118,10 +126,16 @@ class Mark:
     elements: int
     when: float
 
+    @property
+    def group(self) -> int:
+        """Equal on all ranks for one process group; 0 for the default one."""
+        return self.flags >> GROUP_BITS
+
 
 @dataclass(frozen=True)
 class StepMark:
-    """The end of an optimizer step: how much had happened in the rank so far. turns: forwards whose backward averages."""
+    """The end of an optimizer step: how much had happened in the rank so far. turns: forwards whose backward averages;
+    reduced: averages of gradients, of which those count once that were used or cleared before the step."""
 
     step: int
     sequence: int

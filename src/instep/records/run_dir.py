@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from dataclasses import dataclass
@@ -32,6 +33,25 @@ class RunDir:
     def pairing(self) -> Path:
         """The first optimizer step at which the ranks had taken part in different numbers of collectives."""
         return self.root / "pairing.json"
+
+    @property
+    def nodes(self) -> Path:
+        """The nodes of a run on several, as the launcher here knows them: hosts, ranks, who is lost."""
+        return self.root / "nodes.json"
+
+    def forget(self) -> None:
+        """Removes what an earlier run in this folder left to be judged."""
+        for path in (self.findings, self.stall, self.pairing, self.nodes, self.exits):
+            path.unlink(missing_ok=True)
+
+    def node_mark(self, token: str) -> Path:
+        """By which launchers on several nodes see that they write to one folder."""
+        return self.root / f".node-{token}"
+
+    @property
+    def exits(self) -> Path:
+        """The exit code of every rank that has ended, and when, by the wall clock."""
+        return self.root / "exits.json"
 
     @property
     def metrics(self) -> Path:
@@ -135,6 +155,11 @@ class RankDir:
         return self.root / "trace.json"
 
     @property
+    def replay(self) -> Path:
+        """The operation that made the first NaN or infinity, with its inputs; tensors, numbers and text only."""
+        return self.root / "nonfinite.pt"
+
+    @property
     def torch_error(self) -> Path:
         """The file that torch's `@record` writes (TORCHELASTIC_ERROR_FILE)."""
         return self.root / "error.json"
@@ -148,6 +173,13 @@ class RankDir:
     def mispaired_page(self) -> Path:
         """The page as it was when the ranks were first seen to differ in the number of their collectives."""
         return self.root / "mispaired.bin"
+
+    def forget(self) -> None:
+        """Removes what an earlier attempt, or an earlier run in this folder, left to be judged; its output stays."""
+        names = ("events", "page", "mispaired_page", "snapshot", "stacks", "crash", "failure", "torch_error", "replay")
+        for name in names:
+            path: Path = getattr(self, name)
+            path.unlink(missing_ok=True)
 
     @property
     def snapshot(self) -> Path:
@@ -183,3 +215,12 @@ def write_json(path: Path, value: Any) -> None:
     partial = path.with_name(f".{path.name}.{os.getpid()}")
     partial.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
     os.replace(partial, path)
+
+
+def keep_json(path: Path, value: Any) -> None:
+    """The same for a note that may be lost: a disk that is full or gone costs the note and nothing else."""
+    try:
+        write_json(path, value)
+    except OSError:
+        with contextlib.suppress(OSError):
+            path.with_name(f".{path.name}.{os.getpid()}").unlink()

@@ -7,14 +7,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from instep.launch.probe.data import print_tensor
 from instep.launch.probe.event_log import MOST_OF_A_KIND, EventLog
 from instep.launch.probe.fingerprints import is_early
-from instep.launch.probe.nonfinite import first_bad_operation, tensors_in
+from instep.launch.probe.first_bad import find_first_bad
 from instep.launch.probe.page import open_page
 from instep.launch.probe.recorder import Recorder, contained, make_current
+from instep.launch.probe.tensor_prints import print_tensor, tensors_in
 from instep.launch.probe.tokens import find_mean_loss
-from instep.launch.stall import waits_in
+from instep.launch.sights import waits_in
 from instep.records import recording as layout
 from instep.records.event import read_events
 from instep.records.recording import KIND_NUMBER, OPERATION_NUMBER, read_page
@@ -129,9 +129,10 @@ def test_steps_to_look_at_are_dense_at_first() -> None:
 
 def test_the_operation_that_made_an_infinity_is_named() -> None:
     x = torch.tensor([0.0, 1.0], requires_grad=True)
-    found = first_bad_operation(torch.log(x * 1.0).sum())
-    assert found is not None and found["name"].startswith("LogBackward") and found["why"] == "logarithm of 0"
-    assert first_bad_operation(torch.log(x + 1.0).sum()) is None
+    found = find_first_bad(torch.log(x * 1.0).sum())
+    assert found is not None and found.name == "Log" and found.certain
+    assert found.why == "logarithm of 0 (1 of 2 elements)"
+    assert find_first_bad(torch.log(x + 1.0).sum()) is None
 
 
 def test_the_mean_over_targets_is_found_behind_a_scaled_loss() -> None:

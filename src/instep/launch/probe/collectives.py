@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import socket
+import threading
+import zlib
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +20,7 @@ from instep.launch.probe.wrapping import note_parameter_traffic
 from instep.records import recording as layout
 
 _ENTER, _LEAVE = layout.KIND_NUMBER["enter-collective"], layout.KIND_NUMBER["leave-collective"]
+_INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")  # which network a group uses
 _COLLECTIVE = layout.SECONDS_OF.index("collective")
 
 
@@ -24,7 +29,7 @@ def watch_collectives(
 ) -> None:
     """start_watching: called before the ranks meet; before_leaving: before they part."""
     for name in layout.OPERATIONS[1:]:
-        if name in ("init_process_group", "destroy_process_group"):
+        if name in ("init_process_group", "destroy_process_group", "wait"):
             continue
         for module in (distributed_c10d, dist):
             original = getattr(distributed_c10d, name, None)
@@ -35,6 +40,7 @@ def watch_collectives(
     for module in (distributed_c10d, dist):
         replace(module, "init_process_group", lambda call: _wrap_meeting(recorder, start_watching, call))
         replace(module, "destroy_process_group", lambda call: _wrap_leaving(recorder, before_leaving, call))
+    replace(dist.Work, "wait", lambda call: _wrap_wait(recorder, call))
 
 
 def _wrap(recorder: Recorder, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -57,6 +63,24 @@ def _wrap(recorder: Recorder, name: str, original: Callable[..., Any]) -> Callab
             _leave(recorder, operation, site, started)
 
     return call
+
+
+def _wrap_wait(recorder: Recorder, original: Callable[..., Any]) -> Callable[..., Any]:
+    """Where a rank waits for what it started before: a transfer without a partner is seen nowhere else."""
+    operation = layout.OPERATION_NUMBER["wait"]
+
+    def wait(self: Any, *args: Any, **kwargs: Any) -> Any:
+        # A work of the default group or of another: pairing does not look at it in either case.
+        in_other_thread = threading.get_ident() != recorder.main_thread
+        if torch.compiler.is_compiling() or recorder.depth or in_other_thread:
+            return original(self, *args, **kwargs)
+        recorder.mark(_ENTER, operation, layout.OTHER_GROUP, recorder.sites.here(1))
+        try:
+            return original(self, *args, **kwargs)
+        finally:
+            recorder.mark(_LEAVE, operation, layout.OTHER_GROUP)
+
+    return wait
 
 
 def _wrap_meeting(recorder: Recorder, start_watching: Callable[[], None], original: Callable[..., Any]) -> Any:
@@ -88,6 +112,8 @@ def _note_joining(recorder: Recorder, site: int, options: dict[str, Any]) -> Non
         said_size=size if isinstance(size, int) and size >= 0 else None,
         rank=recorder.rank,
         world_size=recorder.world_size,
+        interfaces={name: os.environ[name] for name in _INTERFACES if os.environ.get(name)},
+        present=[name for _, name in socket.if_nameindex()],
     )
 
 
@@ -126,10 +152,27 @@ def _enter(recorder: Recorder, operation: int, counted: bool, args: Any, kwargs:
         elements = given.numel()
         note_parameter_traffic(recorder, given, site)
     flags = layout.ASYNC if kwargs.get("async_op") else 0
-    group = kwargs.get("group")
-    if group is not None and group is not dist.group.WORLD:
-        flags |= layout.OTHER_GROUP
-    return site, recorder.mark(_ENTER, operation, flags, site, recorder.calls & 0xFFFFFFFF, elements)
+    flags |= _group_flags(args, kwargs)
+    count = recorder.calls if counted else _peer(layout.OPERATIONS[operation], args, kwargs) + 1
+    return site, recorder.mark(_ENTER, operation, flags, site, count & 0xFFFFFFFF, elements)
+
+
+def _group_flags(args: Any, kwargs: Any) -> int:
+    group = kwargs.get("group") or next((one for one in args if isinstance(one, dist.ProcessGroup)), None)
+    if group is None or group is dist.group.WORLD:
+        return 0
+    return layout.OTHER_GROUP | layout.pack_group(zlib.crc32(getattr(group, "group_name", "").encode()))
+
+
+def _peer(name: str, args: Any, kwargs: Any) -> int:
+    """The other rank of a transfer; -1 when it is not told, or there are several."""
+    if name == "batch_isend_irecv":
+        peers = {one.peer for one in (args[0] if args else kwargs.get("p2p_op_list", ()))}
+        return peers.pop() if len(peers) == 1 else -1
+    told = next(
+        (kwargs[key] for key in ("dst", "src") if kwargs.get(key) is not None), args[1] if len(args) > 1 else None
+    )
+    return told if isinstance(told, int) else -1
 
 
 @contained

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import sys
 from typing import Any
 
 from instep.launch.probe.sites import is_users_file
@@ -53,6 +54,18 @@ def read_entries(newest: int = 48) -> list[dict[str, Any]]:
         if entries:
             return [_brief(entry) for entry in sorted(entries, key=lambda one: one["record_id"])[-newest:]]
     return []
+
+
+def read_groups() -> dict[str, list[int]]:
+    """The ranks of every process group that this rank is in, by the name that the recorder gives the group."""
+    world = getattr(sys.modules.get("torch.distributed.distributed_c10d"), "_world", None)
+    try:
+        return {
+            str(world.pg_names[group]): sorted(int(rank) for rank in ranks)  # type: ignore[union-attr]
+            for group, ranks in world.pg_group_ranks.items()  # type: ignore[union-attr]
+        }
+    except (AttributeError, KeyError, TypeError, ValueError):
+        return {}
 
 
 def _brief(entry: dict[str, Any]) -> dict[str, Any]:

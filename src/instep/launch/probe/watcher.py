@@ -125,4 +125,9 @@ def take_snapshot(recorder: Recorder) -> dict[str, Any]:
     ]
     collectives = flight.read_entries()
     json.dumps(collectives)  # sizes of symbolic shape would fail here, not in the file
-    return {"time": time.monotonic(), "threads": threads, "collectives": collectives}
+    return {
+        "time": time.monotonic(),
+        "threads": threads,
+        "collectives": collectives,
+        "groups": flight.read_groups(),
+    }

@@ -26,13 +26,14 @@ from instep.records.finding import CallSite, Finding
 
 
 def check(run: RunView) -> Iterator[Finding]:
-    left = [view for view in run.ranks if view.reached_end and view.failure is None and not view.is_alive]
+    left = [view for view in run.ranks if view.exit_code == 0 and not view.is_alive]
     victims = [view for view in run.ranks if view.failure is not None and view.echoes]
     if not left or not victims or run.stall is not None:
         return
     first, victim = left[0], victims[0]
     uneven = find_uneven_lap(run)
-    where = made_uneven_at(run, uneven) if uneven is not None else _way_out(victim)
+    called = exit_site(first)
+    where = made_uneven_at(run, uneven) if uneven is not None else called or _way_out(victim)
     frames = victim.main_frames
     title = (
         describe_counts(uneven)
@@ -42,7 +43,7 @@ def check(run: RunView) -> Iterator[Finding]:
     yield Finding(
         id="crash/rank-left-early",
         title=title,
-        cause=f"Rank {first.rank} came to its end in good order while rank {victim.rank} still needed it"
+        cause=f"{describe_end(first)} while rank {victim.rank} still needed it"
         + (f" at {short(frames[0].site)}." if frames else "."),
         fix=(
             "let every rank do the same number of steps",
@@ -53,11 +54,31 @@ def check(run: RunView) -> Iterator[Finding]:
             first.cite(f"rank {first.rank} ended after {first.num_steps} steps, without an error"),
             victim.cite(f"rank {victim.rank}: {(victim.error or {}).get('message', '')[:120]}", "failure.json"),
         ),
-        certainty="certain" if uneven else "likely",
+        certainty="certain" if uneven or _ended_first(first, victim) else "likely",
         ranks=tuple(view.rank for view in left),
         where=where or (frames[0].site if frames else None),
         explains=("crash/*", "hang/*", "numbers/ranks-apart"),
     )
+
+
+def _ended_first(first: RankView, victim: RankView) -> bool:
+    """Whether the launcher saw the end with code 0 before the other's failure, on one machine: no network is between."""
+    ended, failed = (first.exit or {}).get("ended_at"), (victim.failure or {}).get("ended_at")
+    return bool(ended and failed and ended <= failed and first.place == victim.place)
+
+
+def exit_site(view: RankView) -> CallSite | None:
+    """Where a rank called `sys.exit` or `os._exit` itself."""
+    event = view.last("exit-called")
+    return CallSite(event["file"], event["line"], event["source"]) if event is not None else None
+
+
+def describe_end(view: RankView) -> str:
+    site = exit_site(view)
+    if site is not None:
+        return f"Rank {view.rank} ended itself at {short(site)}, with exit code 0,"
+    how = "came to its end in good order" if view.reached_end else "ended with exit code 0, in the middle of its work,"
+    return f"Rank {view.rank} {how}"
 
 
 def _way_out(victim: RankView) -> CallSite | None:

@@ -17,28 +17,25 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from instep.diagnose.hang import cite_positions, classify
-from instep.diagnose.outside import explain_outside
+from instep.diagnose.hang import cite_positions
+from instep.diagnose.outside import find_stuck
 from instep.diagnose.run_view import RunView, short
 from instep.records.finding import Finding
 
 
 def check(run: RunView) -> Iterator[Finding]:
-    hang = classify(run)
-    if hang is None or hang.kind != "rank-stuck-outside":
+    found = find_stuck(run, "data-loader-waits")
+    if found is None:
         return
-    stuck = explain_outside(run, hang.outside[0])
-    if stuck.kind != "data-loader-waits":
-        return
-    rank = stuck.position.rank
+    stuck = found.stuck
+    here = short(stuck.here)
     yield Finding(
         id="hang/data-loader-waits",
-        title=f"rank {rank} waits for a batch at {short(stuck.here)}",
-        cause=f"The batch that rank {rank} waits for does not come"
-        + (f"; its worker is at {short(stuck.cause_at)}." if stuck.cause_at else "."),
+        title=f"{found.names} {found.verb} waiting for a batch at {here} {found.consequence}",
+        cause="The batch does not come" + (f"; its worker is at {short(stuck.cause_at)}." if stuck.cause_at else "."),
         fix=(f"look at {short(stuck.cause_at or stuck.here)}: what is read there, and from where",),
-        evidence=cite_positions(run, hang.outside + hang.waiting),
+        evidence=cite_positions(run, found.positions),
         certainty="possible",
-        ranks=(rank,),
+        ranks=found.ranks,
         where=stuck.cause_at or stuck.here,
     )

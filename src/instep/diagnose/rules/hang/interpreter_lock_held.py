@@ -17,27 +17,25 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from instep.diagnose.hang import cite_positions, classify
-from instep.diagnose.outside import explain_outside
+from instep.diagnose.hang import cite_positions
+from instep.diagnose.outside import find_stuck
 from instep.diagnose.run_view import RunView, short
 from instep.records.finding import Finding
 
 
 def check(run: RunView) -> Iterator[Finding]:
-    hang = classify(run)
-    if hang is None or hang.kind != "rank-stuck-outside":
+    found = find_stuck(run, "interpreter-lock-held")
+    if found is None:
         return
-    stuck = explain_outside(run, hang.outside[0])
-    if stuck.kind != "interpreter-lock-held":
-        return
-    rank = stuck.position.rank
+    stuck = found.stuck
+    here = short(stuck.here)
     yield Finding(
         id="hang/interpreter-lock-held",
-        title=f"rank {rank} holds the interpreter lock at {short(stuck.here)}",
-        cause=f"No thread of rank {rank} answers: compiled code called at {short(stuck.here)} does not release the interpreter lock.",
-        fix=(f"look at the call at {short(stuck.here)}",),
-        evidence=cite_positions(run, hang.outside + hang.waiting),
+        title=f"{found.names} {found.verb} at {here} with the interpreter lock {found.consequence}",
+        cause=f"No thread of the process answers: compiled code called at {here} does not release the interpreter lock.",
+        fix=(f"look at the call at {here}",),
+        evidence=cite_positions(run, found.positions),
         certainty="possible",
-        ranks=(rank,),
+        ranks=found.ranks,
         where=stuck.cause_at or stuck.here,
     )

@@ -19,30 +19,27 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from instep.diagnose.hang import cite_positions, classify
-from instep.diagnose.outside import explain_outside
+from instep.diagnose.hang import cite_positions
+from instep.diagnose.outside import find_stuck
 from instep.diagnose.run_view import RunView
 from instep.records.finding import Finding
 
 
 def check(run: RunView) -> Iterator[Finding]:
-    hang = classify(run)
-    if hang is None or hang.kind != "rank-stuck-outside":
+    found = find_stuck(run, "lock-across-fork")
+    if found is None:
         return
-    stuck = explain_outside(run, hang.outside[0])
-    if stuck.kind != "lock-across-fork":
-        return
-    rank = stuck.position.rank
+    stuck = found.stuck
     yield Finding(
         id="hang/lock-across-fork",
-        title=f"rank {rank} waits for a batch whose worker waits for a lock that was locked when it was forked",
+        title=f"{found.names} {found.verb} waiting for a batch whose worker waits for a lock that was locked when it was forked",
         cause=f"{stuck.detail}. The worker has a copy of the lock that nobody will release.",
         fix=(
             'start workers with multiprocessing_context="spawn" or "forkserver"',
             "or share no lock between threads and the data set",
         ),
-        evidence=cite_positions(run, hang.outside + hang.waiting),
-        certainty="likely",
-        ranks=(rank,),
+        evidence=cite_positions(run, found.positions),
+        certainty="certain" if stuck.proven else "likely",
+        ranks=found.ranks,
         where=stuck.cause_at or stuck.here,
     )

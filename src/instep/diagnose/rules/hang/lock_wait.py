@@ -17,27 +17,25 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from instep.diagnose.hang import cite_positions, classify
-from instep.diagnose.outside import explain_outside
+from instep.diagnose.hang import cite_positions
+from instep.diagnose.outside import find_stuck
 from instep.diagnose.run_view import RunView, short
 from instep.records.finding import Finding
 
 
 def check(run: RunView) -> Iterator[Finding]:
-    hang = classify(run)
-    if hang is None or hang.kind != "rank-stuck-outside":
+    found = find_stuck(run, "lock-wait")
+    if found is None:
         return
-    stuck = explain_outside(run, hang.outside[0])
-    if stuck.kind != "lock-wait":
-        return
-    rank = stuck.position.rank
+    stuck = found.stuck
+    here = short(stuck.here)
     yield Finding(
         id="hang/lock-wait",
-        title=f"rank {rank} waits for a lock at {short(stuck.here)}",
-        cause=f"The main thread of rank {rank} waits for {stuck.detail}; what would release it does not come.",
-        fix=(f"look at {short(stuck.here)}, and at who should release it",),
-        evidence=cite_positions(run, hang.outside + hang.waiting),
+        title=f"{found.names} {found.verb} waiting for a lock at {here} {found.consequence}",
+        cause=f"The main thread waits for {stuck.detail}; what would release it does not come.",
+        fix=(f"look at {here}, and at who should release it",),
+        evidence=cite_positions(run, found.positions),
         certainty="possible",
-        ranks=(rank,),
+        ranks=found.ranks,
         where=stuck.cause_at or stuck.here,
     )

@@ -17,27 +17,26 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from instep.diagnose.hang import cite_positions, classify
-from instep.diagnose.outside import explain_outside
+from instep.diagnose.hang import cite_positions
+from instep.diagnose.outside import find_stuck
 from instep.diagnose.run_view import RunView, short
 from instep.records.finding import Finding
 
 
 def check(run: RunView) -> Iterator[Finding]:
-    hang = classify(run)
-    if hang is None or hang.kind != "rank-stuck-outside":
+    found = find_stuck(run, "rank-stuck-outside")
+    if found is None:
         return
-    stuck = explain_outside(run, hang.outside[0])
-    if stuck.kind != "rank-stuck-outside":
-        return
-    rank = stuck.position.rank
+    stuck = found.stuck
+    here = short(stuck.here)
     yield Finding(
         id="hang/rank-stuck-outside",
-        title=f"rank {rank} is at {short(stuck.here)} while the others wait for it",
-        cause=f"Rank {rank} has not come back to the collectives of the others; it is at {short(stuck.here)}.",
-        fix=(f"look at {short(stuck.here)}: does it end, and has only this rank to do it?",),
-        evidence=cite_positions(run, hang.outside + hang.waiting),
+        title=f"{found.names} {found.verb} at {here} {found.consequence}",
+        cause=f"Nothing that {found.names} did since was seen: no collective, batch, forward or step, and no file read or "
+        f"written; {found.names} {found.verb} at {here}.",
+        fix=(f"look at {here}: does it end, and who has to do it?",),
+        evidence=cite_positions(run, found.positions),
         certainty="possible",
-        ranks=(rank,),
+        ranks=found.ranks,
         where=stuck.cause_at or stuck.here,
     )

@@ -17,27 +17,24 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from instep.diagnose.hang import cite_positions, classify
-from instep.diagnose.outside import explain_outside
+from instep.diagnose.hang import cite_positions
+from instep.diagnose.outside import find_stuck
 from instep.diagnose.run_view import RunView
 from instep.records.finding import Finding
 
 
 def check(run: RunView) -> Iterator[Finding]:
-    hang = classify(run)
-    if hang is None or hang.kind != "rank-stuck-outside":
+    found = find_stuck(run, "stopped-process")
+    if found is None:
         return
-    stuck = explain_outside(run, hang.outside[0])
-    if stuck.kind != "stopped-process":
-        return
-    rank = stuck.position.rank
+    stuck = found.stuck
     yield Finding(
         id="hang/stopped-process",
-        title=f"the process of rank {rank} is stopped",
-        cause=f"Something has stopped the process (SIGSTOP, a debugger); the others wait for rank {rank}.",
+        title=f"the process of {found.names} is stopped {found.consequence}",
+        cause="Something has stopped the process: SIGSTOP, Ctrl-Z or a debugger. It will not go on by itself.",
         fix=("let it go on: kill -CONT with its process id, or detach the debugger",),
-        evidence=cite_positions(run, hang.outside + hang.waiting),
+        evidence=cite_positions(run, found.positions),
         certainty="certain",
-        ranks=(rank,),
+        ranks=found.ranks,
         where=stuck.cause_at or stuck.here,
     )
