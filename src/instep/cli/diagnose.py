@@ -27,9 +27,15 @@ def run(argv: list[str]) -> int:
     )
     parser.add_argument("run_dir", metavar="RUN_DIR", help="the folder that `instep run` named at its start or end")
     parser.add_argument("--follow", action="store_true", help="of a running run: refresh every second until it ends")
+    parser.add_argument(
+        "--replay", action="store_true", help="do the operation that made the first NaN again, from its kept inputs"
+    )
     parser.add_argument("--json", action="store_true", help="print the findings as a JSON list")
     options = parser.parse_args(argv)
     root = find_run(Path(options.run_dir))
+    if options.replay:
+        sys.stdout.write(replay_all(root))
+        return 0
     while options.follow and is_running(root):
         print(describe_now(read_run(root)), flush=True)
         time.sleep(_FOLLOW_SECONDS)
@@ -41,6 +47,22 @@ def run(argv: list[str]) -> int:
         print(describe_now(read_run(root)))
     sys.stdout.write(format_findings(findings) or "nothing to report: no rule found a fault in this run\n")
     return 0
+
+
+def replay_all(root: Path) -> str:
+    """What each kept operation gives when it is done again. Raises UsageError when the run has kept none."""
+    paths = [path for rank in RunDir(root).ranks() if (path := RunDir(root).rank(rank).replay).is_file()]
+    if not paths:
+        raise UsageError(
+            f"{str(root)!r} holds no operation to replay: none of its ranks saw a loss become NaN or infinite on the CPU. "
+            "Without --replay the run is judged from what its ranks noted."
+        )
+    from instep.launch.probe.replay import replay  # imports torch
+
+    try:
+        return "\n".join(replay(path) for path in paths)
+    except ValueError as error:
+        raise UsageError(f"{error}. Run the script again to have it kept anew.") from None
 
 
 def find_run(path: Path) -> Path:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from instep.diagnose.branches import conditions_of, find_handler
 from instep.diagnose.pairing import Mispairing
 from instep.diagnose.run_view import RankView, RunView, short
-from instep.diagnose.slices import call_at, definitions
+from instep.diagnose.slices import call_at, definitions, loss_of
 from instep.diagnose.source import Function, Source, load
 from instep.records.finding import CallSite
 
@@ -60,10 +60,9 @@ def _explain_no_gradients(view: RankView, step: int, site: CallSite) -> tuple[Ca
 
 def find_leaf(source: Source, line: int) -> CallSite | None:
     """Where a loss that leads to no parameter was made: a new tensor that requires grad, or a detached one."""
-    call = call_at(source, line, "backward")
-    if call is None:
+    loss = loss_of(call_at(source, line, "backward"))
+    if loss is None:
         return None
-    loss = call.func.value if isinstance(call.func, ast.Attribute) else call
     for node in definitions(source, loss, source.function_at(line)):
         for part in ast.walk(node):
             if isinstance(part, ast.Call) and _makes_leaf(part):

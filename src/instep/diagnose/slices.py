@@ -125,3 +125,12 @@ def call_at(source: Source, line: int, *names: str) -> ast.Call | None:
             if name in names:
                 return node
     return None
+
+
+def loss_of(call: ast.Call | None) -> ast.AST | None:
+    """`loss` of `loss.backward()`, of `accelerator.backward(loss)` and of `scaler.scale(loss).backward()`."""
+    if call is None:
+        return None
+    if call.args:
+        return call.args[0]
+    return call.func.value if isinstance(call.func, ast.Attribute) else None

@@ -27,6 +27,7 @@ def install(rank_dir: Path, profile: tuple[int, int] | None = None, **unused: An
     rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     paths = RankDir(rank_dir)
     recorder = Recorder(open_page(paths.page, rank, world_size), EventLog(paths.events), rank, world_size)
+    recorder.replay_path = paths.replay
     make_current(recorder)
     _write_stacks_on_signal(paths)
     _wrap_torch(recorder, paths)
@@ -55,6 +56,7 @@ def _wrap_torch(recorder: Any, paths: RankDir) -> None:
     from instep.launch.probe.backward import watch_backward
     from instep.launch.probe.collectives import watch_collectives
     from instep.launch.probe.data import watch_data
+    from instep.launch.probe.evaluating import watch_evaluations
     from instep.launch.probe.exits import watch_exits
     from instep.launch.probe.fingerprints import Fingerprints
     from instep.launch.probe.mistakes import watch_mistakes
@@ -65,7 +67,7 @@ def _wrap_torch(recorder: Any, paths: RankDir) -> None:
     from instep.launch.probe.wrapping import watch_wrapping
 
     watcher = Watcher(recorder, paths.snapshot)
-    for watch in (watch_exits, watch_wrapping, watch_backward, watch_data, watch_mistakes):
+    for watch in (watch_exits, watch_wrapping, watch_backward, watch_data, watch_mistakes, watch_evaluations):
         contained(watch)(recorder)
     fingerprints = Fingerprints(recorder)
     contained(watch_optimizers)(recorder, fingerprints)

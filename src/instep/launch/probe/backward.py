@@ -66,6 +66,7 @@ def _enter(recorder: Recorder, losses: Losses, tensors: Any) -> tuple[int, float
         count_tokens(recorder, loss, site)
     for wrapped in WRAPPERS.all:
         wrapped.sequence_before = wrapped.sequence()
+        wrapped.adds_up = wrapped.is_adding_up()
     started = recorder.mark(
         _ENTER, 0, 0 if has_graph else layout.NO_GRAPH, site, recorder.backwards & 0xFFFFFFFF, recorder.turns
     )
@@ -87,12 +88,15 @@ def _leave(recorder: Recorder, entered: tuple[int, float, float, bool] | None) -
     if entered is None:
         return
     site, started, cpu, has_graph = entered
-    reduced = local = False
+    reduced = local = again = False
     for wrapped in WRAPPERS.all:
         if wrapped.expects_reduction and wrapped.sequence() > wrapped.sequence_before:
             wrapped.expects_reduction = False
-            wrapped.reduced += 1
+            again = again or wrapped.adds_up or not wrapped.reduced_in_step
             wrapped.reduced_in_step += 1
+            wrapped.remember_version()
+            if wrapped.used is not None:
+                wrapped.used.end_backward()
             wrapped.local_since_reduced = 0
             wrapped.backward_site = site
             reduced = True
@@ -100,7 +104,7 @@ def _leave(recorder: Recorder, entered: tuple[int, float, float, bool] | None) -
             wrapped.expects_local = False
             wrapped.local_since_reduced += 1
             local = True
-    recorder.reduced += reduced
+    recorder.reduced += again
     if not has_graph:
         recorder.log.note("backward-without-graph", site=site)
     flags = 0 if reduced or not WRAPPERS.all else layout.UNSYNCED

@@ -5,27 +5,27 @@ from __future__ import annotations
 import time
 import weakref
 import zlib
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-import torch
 from torch.utils.data import DataLoader, Subset, dataloader
 from torch.utils.data.distributed import DistributedSampler
 
 from instep.launch.probe.exits import note_raised
-from instep.launch.probe.nonfinite import remember_batch, tensors_in
+from instep.launch.probe.nonfinite import remember_batch
 from instep.launch.probe.patching import replace
 from instep.launch.probe.recorder import Recorder, contained
+from instep.launch.probe.tensor_prints import print_tensor, tensors_in
+from instep.launch.probe.worker_memory import LOOK_AT, note_worker_memory
 from instep.records import recording as layout
 
 _ENTER, _LEAVE, _ENDED = (layout.KIND_NUMBER[name] for name in ("enter-data", "leave-data", "data-ended"))
 _DATA = layout.SECONDS_OF.index("data")
-_NOT_IN_NUMPY = tuple(
-    getattr(torch, name) for name in ("bfloat16", "float8_e4m3fn", "float8_e5m2") if hasattr(torch, name)
-)
+_MOST_LISTED = 20000
 _PRINTED = 96  # batches of each of the first passes that get a print; later every eighth
-_SAMPLED = 32  # elements of a tensor that its print is made of
 
 
 @dataclass
@@ -47,6 +47,7 @@ class Lap:
     epoch: int | None
     site: int
     batches: int = 0
+    samples: int = 0  # of batches whose indices are known
     indices: int = 0
     started: float = 0.0
     first_seconds: float = 0.0  # from the start of the pass to its first batch, with the start of worker processes
@@ -61,12 +62,18 @@ class Loaders:
         self.known: weakref.WeakKeyDictionary[Any, Loader] = weakref.WeakKeyDictionary()
         self.laps: weakref.WeakKeyDictionary[Any, Lap] = weakref.WeakKeyDictionary()
         self.sampler_sites: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+        self.drawn: weakref.WeakKeyDictionary[Any, deque[list[int]]] = weakref.WeakKeyDictionary()
         self.made = 0
 
     def add(self, loader: Any, site: int) -> Loader:
         self.made += 1
         entry = self.known[loader] = Loader(self.made, site)
         return entry
+
+    def take_indices(self, iterator: Any) -> list[int]:
+        """The samples of the batch that is handed out next; workers are given theirs long before."""
+        waiting = self.drawn.get(iterator)
+        return waiting.popleft() if waiting else []
 
 
 def watch_data(recorder: Recorder) -> None:
@@ -77,6 +84,7 @@ def watch_data(recorder: Recorder) -> None:
     replace(DataLoader, "__iter__", lambda original: _wrap_iter(recorder, loaders, original))
     replace(iterator, "__next__", lambda original: _wrap_next(recorder, loaders, original))
     replace(iterator, "_next_index", lambda original: _wrap_index(loaders, original))
+    replace(iterator, "_reset", lambda original: _wrap_reset(loaders, original))
 
 
 def _wrap_made(recorder: Recorder, loaders: Loaders, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -165,6 +173,7 @@ def _describe(recorder: Recorder, loaders: Loaders, loader: Any, entry: Loader, 
         persistent=bool(loader.persistent_workers),
         sampler=type(sampler).__name__,
         subset=_subset_print(dataset),
+        order=print_order(dataset),
         **facts,
     )
 
@@ -184,15 +193,46 @@ def _subset_print(dataset: Any) -> int | None:
     return zlib.crc32(repr([int(index) for index in indices[:2000]]).encode()) ^ len(indices)
 
 
+def print_order(dataset: Any) -> list[int] | None:
+    """For a data set of the script's own that keeps a list of its samples (paths, rows): a print of their order, and one
+    that does not depend on the order. None where there is no such list, or it is too long to look at."""
+    length = _length(dataset)
+    members = getattr(dataset, "__dict__", {})
+    for value in members.values() if length else ():
+        if isinstance(value, (list, tuple)) and len(value) == length <= _MOST_LISTED and _is_plain(value[0]):
+            rows = [zlib.crc32(repr(item).encode()) for item in value]
+            return [zlib.crc32(repr(rows).encode()), sum(rows) & 0xFFFFFFFF]
+    return None
+
+
+def _is_plain(value: Any) -> bool:
+    return isinstance(value, (str, int, float, bytes, tuple, Path))
+
+
 def _wrap_index(loaders: Loaders, original: Callable[..., Any]) -> Callable[..., Any]:
     def _next_index(self: Any) -> Any:
         index = original(self)
+        known = type(index) is list and bool(index) and type(index[0]) is int
+        waiting = loaders.drawn.get(self)
+        if waiting is None:
+            waiting = loaders.drawn[self] = deque()
+        waiting.append(index if known else [])
         lap = loaders.laps.get(self)
-        if lap is not None and type(index) is list and index and type(index[0]) is int:
+        if lap is not None and known:
             lap.indices = hash((lap.indices, *index))
         return index
 
     return _next_index
+
+
+def _wrap_reset(loaders: Loaders, original: Callable[..., Any]) -> Callable[..., Any]:
+    """Persistent workers begin a pass: what the pass before had drawn and not handed out is void."""
+
+    def _reset(self: Any, *args: Any, **kwargs: Any) -> Any:
+        loaders.drawn.pop(self, None)
+        return original(self, *args, **kwargs)
+
+    return _reset
 
 
 def _wrap_next(recorder: Recorder, loaders: Loaders, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -232,6 +272,7 @@ def _end_lap(recorder: Recorder, lap: Lap, exhausted: bool) -> None:
         lap=lap.number,
         epoch=lap.epoch,
         batches=lap.batches,
+        samples=lap.samples,
         exhausted=exhausted,
         order=lap.indices & 0xFFFFFFFFFFFF,
         site=lap.site,
@@ -253,27 +294,14 @@ def _fetched(recorder: Recorder, loaders: Loaders, iterator: Any, batch: Any, si
         if lap.batches == 1:
             lap.first_seconds = time.monotonic() - lap.started
         index, number, passes = lap.batches, lap.loader.number, lap.number
+        if index in LOOK_AT:
+            note_worker_memory(recorder, number, getattr(iterator, "_dataset", None), iterator)
     now = recorder.mark(_LEAVE, 0, 0, site, index)
     recorder.spend(_DATA, now - started)
-    remember_batch(batch)
+    drawn = loaders.take_indices(iterator)
+    if lap is not None:
+        lap.samples += len(drawn)
+    remember_batch(batch, drawn)
     if (passes <= 3 and index <= _PRINTED) or index % 8 == 1:
         leaves = list(tensors_in(batch))[:4]
         recorder.print_batch(number, passes, index, [print_tensor(tensor) for _, tensor in leaves])
-
-
-def print_tensor(tensor: torch.Tensor) -> int:
-    """A number that differs when the content does, made of a few elements spread over the tensor. About 4 us.
-
-    0 for what cannot be told cheaply: nothing in it, or on a device.
-    """
-    if tensor.device.type != "cpu" or not tensor.numel() or tensor.layout is not torch.strided or tensor.is_quantized:
-        return 0
-    if tensor.requires_grad:
-        tensor = tensor.detach()
-    if tensor.dtype in _NOT_IN_NUMPY:
-        tensor = tensor.view(torch.int16 if tensor.element_size() == 2 else torch.uint8)
-    elif tensor.is_complex():
-        tensor = tensor.resolve_conj()
-    values = tensor.numpy()
-    flat = values.reshape(-1) if values.flags.c_contiguous else values[0].reshape(-1)
-    return zlib.crc32(flat[:: max(1, flat.size // _SAMPLED)].tobytes()) or 1

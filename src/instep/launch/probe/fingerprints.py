@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+import zlib
 from collections.abc import Callable
 from typing import Any
 
@@ -34,6 +35,8 @@ class Fingerprints:
             return
         started = time.monotonic()
         self._note("fingerprint")
+        state = torch.get_rng_state().numpy().tobytes()
+        self._recorder.log.note("random", print=zlib.crc32(state))
         cost, now = time.monotonic() - started, time.monotonic()
         if step > _DENSE_UNTIL and cost > _MOST_COST * (now - self._last):
             self._interval *= 2

@@ -6,6 +6,7 @@ import os
 import sys
 import time
 from collections import deque
+from collections.abc import Iterator
 from types import FrameType
 from typing import Any
 
@@ -21,11 +22,13 @@ _EVERY_SECONDS = 0.1  # reading the size of a process takes 50 us
 _GROWTH_BYTES = 24 << 20  # less than this is the allocator's noise
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 _CO_OPTIMIZED = 1
+_HELD_LOOKS, _MOST_ITEMS = 4, 20_000
 
 _looked = [0.0]
 _baseline = [0]
 _scanned = [0]  # bytes used when variables were last looked through
 _seen: dict[tuple[str, str, str], list[tuple[int, int, int]]] = {}  # step, results kept, bytes used
+_held: dict[tuple[str, str, str], list[tuple[int, int, int]]] = {}  # step, tensors, their bytes
 _noted: set[tuple[str, str, str]] = set()
 
 
@@ -48,6 +51,8 @@ def look_for_kept_graphs(recorder: Recorder) -> None:
     _scanned[0] = now
     for key, count, line in _kept_in_frames(sys._getframe(1)):
         _follow(recorder, key, count, line, now)
+    for key, held, line in held_in_frames(sys._getframe(1)):
+        _follow_held(recorder, key, held, line)
 
 
 def read_used_bytes() -> int:
@@ -78,18 +83,68 @@ def _follow(recorder: Recorder, key: tuple[str, str, str], count: int, line: int
         )
 
 
-def _kept_in_frames(frame: FrameType | None) -> list[tuple[tuple[str, str, str], int, int]]:
+def _follow_held(recorder: Recorder, key: tuple[str, str, str], held: tuple[int, int], line: int) -> None:
+    """A list of tensors without graphs that has only grown, by much, in all looks so far."""
+    history = _held.setdefault(key, [])
+    if history and held[1] < history[-1][2]:
+        history.clear()  # emptied in between: a buffer that is used up
+    if not history or held[1] > history[-1][2]:
+        history.append((recorder.num_steps, *held))
+    growth = history[-1][2] - history[0][2]
+    if len(history) >= _HELD_LOOKS and growth >= _GROWTH_BYTES and key not in _noted:
+        _noted.add(key)
+        file, function, name = key
+        facts = {"file": file, "function": function, "name": name, "line": line, "growth": growth}
+        recorder.log.note("kept-tensors", history=[list(row) for row in history[-6:]], **facts)
+
+
+def held_in_frames(frame: FrameType | None) -> list[tuple[tuple[str, str, str], tuple[int, int], int]]:
+    """Lists and dictionaries of tensors or arrays in the script's variables: how many, and how many bytes."""
     found = []
+    for owner, values in _user_frames(frame):
+        code = owner.f_code
+        for name, value in values.items():
+            for place, items in _containers(name, value):
+                held = [item.nbytes for item in items if hasattr(item, "nbytes")]
+                if len(held) >= 8:
+                    key = (os.path.abspath(code.co_filename), code.co_name, place)
+                    found.append((key, (len(held), sum(held)), owner.f_lineno))
+    return found
+
+
+def _containers(name: str, value: Any) -> Iterator[tuple[str, list[Any]]]:
+    """The variable itself, or attributes of an object of the script's own; a deque with an end is none."""
+    if isinstance(value, list):
+        yield name, value[:_MOST_ITEMS]
+    elif isinstance(value, dict):
+        yield name, list(value.values())[:_MOST_ITEMS]
+    elif hasattr(value, "__dict__") and not isinstance(value, (torch.nn.Module, torch.optim.Optimizer, type)):
+        module = sys.modules.get(type(value).__module__)
+        if is_users_file(getattr(module, "__file__", None) or ""):
+            for key, item in list(vars(value).items())[:50]:
+                if isinstance(item, (list, dict)):
+                    yield from _containers(f"{name}.{key}", item)
+
+
+def _user_frames(frame: FrameType | None) -> Iterator[tuple[FrameType, dict[str, Any]]]:
+    """Frames of the script on this stack with their variables."""
     while frame is not None:
         code = frame.f_code
         if is_users_file(code.co_filename):
             values = dict(frame.f_locals)
             if code.co_flags & _CO_OPTIMIZED and sys.version_info < (3, 13):
                 frame.f_locals.clear()  # the snapshot would keep batches and graphs alive until the function ends
-            for name, value in values.items():
-                for place, count in _kept_in(name, value, 0):
-                    found.append(((os.path.abspath(code.co_filename), code.co_name, place), count, frame.f_lineno))
+            yield frame, values
         frame = frame.f_back
+
+
+def _kept_in_frames(frame: FrameType | None) -> list[tuple[tuple[str, str, str], int, int]]:
+    found = []
+    for owner, values in _user_frames(frame):
+        code = owner.f_code
+        for name, value in values.items():
+            for place, count in _kept_in(name, value, 0):
+                found.append(((os.path.abspath(code.co_filename), code.co_name, place), count, owner.f_lineno))
     return found
 
 

@@ -23,6 +23,8 @@ def watch_mistakes(recorder: Recorder) -> None:
     replace(torch.amp.GradScaler, "unscale_", scaling.wrap_unscale)
     replace(torch.amp.GradScaler, "update", scaling.wrap_update)
     replace(torch.nn.Module, "load_state_dict", lambda original: _wrap_load(recorder, original))
+    for owner in (torch, torch.random):
+        replace(owner, "manual_seed", lambda original: _wrap_seed(recorder, original))
     replace(lr_scheduler.ReduceLROnPlateau, "step", lambda original: _wrap_plateau(recorder, original))
 
 
@@ -115,3 +117,18 @@ def _wrap_plateau(recorder: Recorder, original: Callable[..., Any]) -> Callable[
 @contained
 def _note_metric(recorder: Recorder, metrics: Any) -> None:
     recorder.log.note("plateau", site=recorder.sites.here(2), value=float(metrics), wrappers=len(WRAPPERS.all))
+
+
+def _wrap_seed(recorder: Recorder, original: Callable[..., Any]) -> Callable[..., Any]:
+    def manual_seed(seed: Any) -> Any:
+        _note_seed(recorder, seed)
+        return original(seed)
+
+    return manual_seed
+
+
+@contained
+def _note_seed(recorder: Recorder, seed: Any) -> None:
+    if recorder.num_seeds < 20:  # scripts that seed in every step
+        recorder.num_seeds += 1
+        recorder.log.note("seeded", site=recorder.sites.here(2), value=int(seed))

@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 
+from instep.launch.probe.first_bad import Culprit, find_first_bad
+from instep.launch.probe.gradients import newest_sizes
 from instep.launch.probe.recorder import Recorder, contained
+from instep.launch.probe.replay import keep_operation
+from instep.launch.probe.tensor_prints import tensors_in
 from instep.launch.probe.wrapping import WRAPPERS
 
-_MOST_NODES = 4000
 _LATEST_BATCH: list[tuple[str, weakref.ref[torch.Tensor]]] = []
+_LATEST_INDICES: list[int] = []  # in the data set, of the samples of that batch; empty where they are not known
 SCALED: dict[str, Any] = {"raw": None, "scaled": None}  # of the newest GradScaler.scale
 
 
-def remember_batch(batch: Any) -> None:
-    """Knows the tensors of the newest batch without keeping them alive."""
+def remember_batch(batch: Any, indices: list[int]) -> None:
+    """Knows the tensors of the newest batch without keeping them alive, and which samples they are made of."""
     _LATEST_BATCH[:] = [(place, weakref.ref(tensor)) for place, tensor in tensors_in(batch)]
+    _LATEST_INDICES[:] = indices
 
 
 def note_nonfinite(recorder: Recorder, loss: torch.Tensor, site: int, history: list[float]) -> int:
@@ -32,42 +36,52 @@ def note_nonfinite(recorder: Recorder, loss: torch.Tensor, site: int, history: l
 
 @contained
 def _note(recorder: Recorder, loss: torch.Tensor, site: int, history: list[float]) -> None:
+    culprit = find_first_bad(loss)
     recorder.log.note(
         "nonfinite-loss",
         site=site,
         value=str(loss.item()),
         history=[float(f"{value:.6g}") for value in history],
+        gradients=newest_sizes(),
         batch=_bad_leaves(),
         has_batch=any(reference() is not None for _, reference in _LATEST_BATCH),
+        indices=_LATEST_INDICES[:64],
         parameters=_bad_parameters(),
-        operation=first_bad_operation(loss),
+        operation=_describe(culprit) if culprit is not None else None,
         batches=recorder.batches,
-        half=loss.dtype in (torch.float16, torch.bfloat16),
     )
+    if culprit is not None:
+        _keep(recorder, culprit)
+
+
+def _describe(culprit: Culprit) -> dict[str, Any]:
+    row = {"name": culprit.name, "why": culprit.why, "place": culprit.place}
+    return row | {"overflow": culprit.overflow, "certain": culprit.certain}
+
+
+@contained
+def _keep(recorder: Recorder, culprit: Culprit) -> None:
+    if recorder.replay_path is None or recorder.replay_path.exists():
+        return
+    facts = {"rank": recorder.rank, "step": recorder.num_steps + 1, "batch": recorder.batches}
+    batch = [(place, tensor) for place, reference in _LATEST_BATCH if (tensor := reference()) is not None]
+    left = keep_operation(recorder.replay_path, culprit, facts | {"indices": _LATEST_INDICES[:64]}, batch)
+    recorder.log.note("replay-kept", left_out=left)
 
 
 def _bad_leaves() -> list[dict[str, Any]]:
-    """Tensors of the batch that hold NaN or infinity, and the first rows that do."""
-    rows = []
+    """Tensors of the batch that hold NaN or infinity, the first rows that do, and which samples of the data set."""
+    rows: list[dict[str, Any]] = []
     for place, reference in _LATEST_BATCH:
         tensor = reference()
         if tensor is not None and tensor.is_floating_point():
             bad = ~torch.isfinite(tensor)
             if bool(bad.any()):
                 samples = bad.flatten(1).any(1).nonzero().flatten().tolist() if tensor.dim() > 1 else []
-                rows.append({"place": place, "samples": samples[:8]})
+                known = len(_LATEST_INDICES) == tensor.shape[0] if tensor.dim() else False
+                indices = [_LATEST_INDICES[row] for row in samples[:8]] if known else []
+                rows.append({"place": place, "samples": samples[:8], "indices": indices})
     return rows
-
-
-def tensors_in(value: Any, place: str = "", depth: int = 0) -> Iterator[tuple[str, torch.Tensor]]:
-    if isinstance(value, torch.Tensor):
-        yield place or "batch", value
-    elif depth < 3 and isinstance(value, dict):
-        for key, item in value.items():
-            yield from tensors_in(item, f"{place}[{key!r}]", depth + 1)
-    elif depth < 3 and isinstance(value, (list, tuple)):
-        for index, item in enumerate(value[:8]):
-            yield from tensors_in(item, f"{place}[{index}]", depth + 1)
 
 
 def _bad_parameters() -> list[str]:
@@ -77,46 +91,3 @@ def _bad_parameters() -> list[str]:
         if model is not None:
             names += [n for n, p in model.module.named_parameters() if not bool(torch.isfinite(p.detach()).all())]
     return names[:20]
-
-
-def first_bad_operation(loss: torch.Tensor) -> dict[str, Any] | None:
-    """The operation nearest to the leaves whose saved inputs are finite and whose result is not.
-
-    Only operations that keep what they need for backward can be judged; None when none of them shows it.
-    """
-    found: dict[str, Any] | None = None
-    seen: set[Any] = set()
-    queue = [loss.grad_fn]
-    while queue and len(seen) < _MOST_NODES:  # breadth first from the loss: the last one found is the deepest
-        node = queue.pop(0)
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        found = _judge(node) or found
-        queue.extend(parent for parent, _ in node.next_functions)
-    return found
-
-
-def _judge(node: Any) -> dict[str, Any] | None:
-    name = type(node).__name__
-    saved = {key: getattr(node, key, None) for key in dir(node) if key.startswith("_saved_")}
-    tensors = {key: value for key, value in saved.items() if isinstance(value, torch.Tensor)}
-    inputs = {key: value for key, value in tensors.items() if "result" not in key}
-    finite = all(bool(torch.isfinite(value).all()) for value in inputs.values() if value.is_floating_point())
-    results = [value for key, value in tensors.items() if "result" in key]
-    if finite and any(not bool(torch.isfinite(value).all()) for value in results if value.is_floating_point()):
-        return {"name": name, "why": "finite inputs, result not finite"}
-    if not finite:
-        return None
-    self_, other = inputs.get("_saved_self"), inputs.get("_saved_other")
-    if name.startswith("Log") and name[3:].startswith(("Backward", "2Backward", "10Backward")) and self_ is not None:
-        lowest = self_.min().item()
-        return {"name": name, "why": f"logarithm of {lowest:g}"} if lowest <= 0 else None
-    if name.startswith("DivBackward") and other is not None and bool((other == 0).any()):
-        return {"name": name, "why": "division by 0"}
-    exponent = saved.get("_saved_exponent")
-    if name.startswith("PowBackward0") and self_ is not None:
-        negative = isinstance(exponent, (int, float)) and exponent < 0
-        if negative and bool((self_ == 0).any()):
-            return {"name": name, "why": f"0 to the power of {exponent:g}"}
-    return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+import time
 import weakref
 from collections import deque
 from typing import Any
@@ -11,7 +12,9 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from instep.launch.probe.fingerprints import Fingerprints
+from instep.launch.probe.gradients import look_at_gradients
 from instep.launch.probe.memory import look_for_kept_graphs
+from instep.launch.probe.memory_kinds import note_memory_kinds
 from instep.launch.probe.recorder import Recorder, contained
 from instep.launch.probe.wrapping import WRAPPERS, Wrapped
 from instep.records import recording as layout
@@ -28,11 +31,11 @@ class Optimizers:
 
     def __init__(self) -> None:
         self.owners: weakref.WeakKeyDictionary[Any, tuple[int, list[Wrapped]]] = weakref.WeakKeyDictionary()
-        self.site = 0
+        self.site = self.current = 0
         self.started = 0.0
         self.last_end = 0.0
         self.waited = 0.0
-        self.own = self.delayed = 0.0
+        self.own = self.delayed = self.worked = 0.0
         self.counted = 0
         self.blocks: deque[float] = deque(maxlen=32)
 
@@ -65,12 +68,13 @@ class Optimizers:
 
     def _end_block(self, recorder: Recorder) -> None:
         """The rank's own time per step, without what it waited for a core: a busy machine is nobody's fault."""
-        delayed = read_run_delay()
-        own = self.own - (delayed - self.delayed)
+        delayed, worked = read_run_delay(), time.thread_time()
+        # Delays inside of waits are taken off twice; what the thread has worked is the least there can be.
+        own = max(self.own - (delayed - self.delayed), worked - self.worked)
         if self.blocks or self.delayed:
             self.blocks.append(max(0.0, own) / _BLOCK_STEPS)
             recorder.spend(_OWN, statistics.median(self.blocks) - recorder.seconds[_OWN])
-        self.own, self.counted, self.delayed = 0.0, 0, delayed
+        self.own, self.counted, self.delayed, self.worked = 0.0, 0, delayed, worked
 
 
 def read_run_delay() -> float:
@@ -99,7 +103,7 @@ def watch_optimizers(recorder: Recorder, fingerprints: Fingerprints) -> None:
 def _before(recorder: Recorder, optimizers: Optimizers, optimizer: Any) -> None:
     if recorder.open_step not in (None, id(optimizer)):
         return  # a step inside another one, as in optimizers that wrap optimizers
-    recorder.open_step = id(optimizer)
+    recorder.open_step = optimizers.current = id(optimizer)
     optimizers.site = recorder.sites.here(3)
     optimizers.started = recorder.mark(_ENTER, 0, 0, optimizers.site)
     for wrapped in optimizers.wrapped_by(optimizer):
@@ -109,6 +113,7 @@ def _before(recorder: Recorder, optimizers: Optimizers, optimizer: Any) -> None:
 def _judge_gradients(recorder: Recorder, wrapped: Wrapped, site: int) -> None:
     """Whether the gradients that are about to be used have been averaged over the ranks."""
     wrapped.steps += 1
+    look_at_gradients(recorder, wrapped, site)
     if wrapped.local_since_reduced and not wrapped.averaged_by_hand:
         recorder.log.note(
             "local-gradients",
@@ -135,7 +140,6 @@ def _judge_gradients(recorder: Recorder, wrapped: Wrapped, site: int) -> None:
         elif has_gradients:
             recorder.log.note("forward-past-wrapper", wrapper=wrapped.number, site=site)
             _catch_next_forward(recorder, wrapped)
-    wrapped.steps_with_many += wrapped.reduced_in_step > 1
     wrapped.reduced_in_step = 0
     wrapped.forward_since_step = False
 
@@ -163,8 +167,9 @@ def _catch_next_forward(recorder: Recorder, wrapped: Wrapped) -> None:
 
 @contained
 def _after(recorder: Recorder, optimizers: Optimizers, fingerprints: Fingerprints, optimizer: Any) -> None:
-    if recorder.open_step != id(optimizer):
-        return
+    if optimizers.current != id(optimizer) or recorder.open_step not in (None, id(optimizer)):
+        return  # None: a closure has run a backward meanwhile
+    optimizers.current = 0
     recorder.open_step = None
     rates = [group.get("lr") for group in optimizer.param_groups]
     rate = float(rates[0]) if rates and isinstance(rates[0], (int, float)) else 0.0
@@ -174,3 +179,4 @@ def _after(recorder: Recorder, optimizers: Optimizers, fingerprints: Fingerprint
     optimizers.account(recorder, now)
     fingerprints.look(recorder.num_steps)
     look_for_kept_graphs(recorder)
+    note_memory_kinds(recorder, optimizer)

@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, TypeVar
 
 from instep.launch.probe.event_log import EventLog
@@ -31,12 +32,13 @@ class Recorder:
         self.rank, self.world_size = rank, world_size
         self.main_thread = threading.main_thread().ident
         self.num_marks = self.num_steps = self.forwards = self.reduced = self.backwards = self.batches = self.calls = 0
-        self.num_batch_prints = 0
+        self.num_batch_prints = self.num_seeds = 0
         self.turns = 0  # forwards through a wrapped model whose backward has to average
         self.depth = 0
         self.waits = False
         self.has_sent = self.has_joined = False
         self.open_step: int | None = None
+        self.replay_path: Path | None = None  # for the operation that makes the first bad number
         self.seconds = [0.0] * len(layout.SECONDS_OF)
         self._sequence: Callable[[], int] | None = None
         self._group: Any = None

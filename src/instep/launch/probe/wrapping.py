@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import os
+import socket
+import sys
 import weakref
 import zlib
 from collections.abc import Callable
@@ -18,11 +21,14 @@ from instep.launch.probe.exits import note_raised
 from instep.launch.probe.patching import replace
 from instep.launch.probe.recorder import Recorder, contained
 from instep.launch.probe.sites import is_users_file
+from instep.launch.probe.tensor_prints import print_tensor, tensors_in
+from instep.launch.probe.unused import UsedParameters, watch_used
 from instep.records import recording as layout
 
 _ENTER, _LEAVE = layout.KIND_NUMBER["enter-forward"], layout.KIND_NUMBER["leave-forward"]
 _FORWARD = layout.SECONDS_OF.index("forward")
 _MOST_NAMES = 400
+_PRINTED_FORWARDS = 24
 
 
 class Wrapped:
@@ -38,8 +44,10 @@ class Wrapped:
         self.sizes = {p.numel() for p in self.parameters}
         self.num_elements = sum(p.numel() for p in self.parameters)
         self.expects_reduction = self.expects_local = self.forward_since_step = False
-        self.forwards = self.steps = self.reduced = self.reduced_in_step = self.local_since_reduced = 0
-        self.steps_with_many = 0  # optimizer steps before which gradients were averaged more than once
+        self.forwards = self.steps = self.reduced_in_step = self.local_since_reduced = 0
+        self.adds_up = False  # the backward that runs adds to gradients that were averaged and not used
+        self.version = -1
+        self.used: UsedParameters | None = None
         self.backward_site = 0
         self.averaged_by_hand = self.catching = False
         self.caught = 0
@@ -54,6 +62,15 @@ class Wrapped:
             return model.process_group._get_sequence_number_for_group()
         except (RuntimeError, AttributeError):
             return 0
+
+    def is_adding_up(self) -> bool:
+        """Whether the last average is still there and has not been used: neither cleared nor followed by an update, as
+        the closures of LBFGS and two-step optimizers do."""
+        first = self.parameters[0] if self.parameters else None
+        return first is not None and first.grad is not None and first._version == self.version
+
+    def remember_version(self) -> None:
+        self.version = self.parameters[0]._version if self.parameters else -1
 
 
 class Wrappers:
@@ -104,7 +121,7 @@ def _wrap_init(recorder: Recorder, original: Callable[..., Any]) -> Callable[...
     def call(self: Any, *args: Any, **kwargs: Any) -> None:
         site = recorder.sites.here(1)
         module = args[0] if args else kwargs.get("module")
-        _note_model(recorder, site, module, kwargs)
+        _note_model(recorder, site, module, kwargs, is_users_file(sys._getframe(1).f_code.co_filename))
         original(self, *args, **kwargs)
         _remember(recorder, self, site)
 
@@ -112,8 +129,9 @@ def _wrap_init(recorder: Recorder, original: Callable[..., Any]) -> Callable[...
 
 
 @contained
-def _note_model(recorder: Recorder, site: int, module: torch.nn.Module, options: dict[str, Any]) -> None:
-    """Before the ranks compare their models: names and shapes, and where their classes stand."""
+def _note_model(recorder: Recorder, site: int, module: torch.nn.Module, options: dict[str, Any], by_user: bool) -> None:
+    """Before the ranks compare their models: names and shapes, and where their classes stand. by_user: the line that
+    wraps is the user's own, not that of a training library."""
     named = [(name, tuple(p.shape), str(p.dtype)) for name, p in module.named_parameters() if p.requires_grad]
     group = options.get("process_group")
     recorder.log.note(
@@ -128,6 +146,8 @@ def _note_model(recorder: Recorder, site: int, module: torch.nn.Module, options:
         classes=describe_classes(module),
         find_unused=bool(options.get("find_unused_parameters", False)),
         static_graph=bool(options.get("static_graph", False)),
+        by_user=by_user,
+        **_device_facts(module),
         broadcast_buffers=options.get("broadcast_buffers"),
         ranks=dist.get_process_group_ranks(group) if group is not None else None,
         bytes=sum(p.numel() * p.element_size() for p in module.parameters() if p.requires_grad),
@@ -135,6 +155,16 @@ def _note_model(recorder: Recorder, site: int, module: torch.nn.Module, options:
             isinstance(m, torch.nn.modules.batchnorm._BatchNorm) and m.track_running_stats for m in module.modules()
         ),
     )
+
+
+def _device_facts(module: torch.nn.Module) -> dict[str, Any]:
+    first = next(module.parameters(), None)
+    return {
+        "device": str(first.device) if first is not None else "cpu",
+        "device_count": torch.cuda.device_count() if first is not None and first.device.type == "cuda" else 0,
+        "visible": os.environ.get("CUDA_VISIBLE_DEVICES"),
+        "host": socket.gethostname(),
+    }
 
 
 def describe_classes(module: torch.nn.Module) -> list[dict[str, Any]]:
@@ -159,7 +189,9 @@ def describe_classes(module: torch.nn.Module) -> list[dict[str, Any]]:
 
 @contained
 def _remember(recorder: Recorder, model: DistributedDataParallel, site: int) -> None:
-    WRAPPERS.all.append(Wrapped(len(WRAPPERS.all), model, site))
+    wrapped = Wrapped(len(WRAPPERS.all), model, site)
+    wrapped.used = watch_used(recorder, wrapped.number, wrapped.parameters, model)
+    WRAPPERS.all.append(wrapped)
     if len(WRAPPERS.all) > 16:  # scripts that wrap again and again, as trainers do between stages
         WRAPPERS.all = [one for one in WRAPPERS.all if one.model() is not None]
 
@@ -168,7 +200,7 @@ def _wrap_forward(recorder: Recorder, original: Callable[..., Any]) -> Callable[
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             return original(self, *args, **kwargs)
-        entered = _enter_forward(recorder, self)
+        entered = _enter_forward(recorder, self, args, kwargs)
         try:
             return original(self, *args, **kwargs)
         except Exception as error:
@@ -182,7 +214,9 @@ def _wrap_forward(recorder: Recorder, original: Callable[..., Any]) -> Callable[
 
 
 @contained
-def _enter_forward(recorder: Recorder, model: DistributedDataParallel) -> tuple[int, float, int]:
+def _enter_forward(
+    recorder: Recorder, model: DistributedDataParallel, args: Any, kwargs: Any
+) -> tuple[int, float, int]:
     site = recorder.sites.here(2)
     recorder.depth = 0
     recorder.forwards += 1
@@ -194,11 +228,21 @@ def _enter_forward(recorder: Recorder, model: DistributedDataParallel) -> tuple[
         wrapped.forward_since_step = wrapped.forward_since_step or grad
         if grad:
             wrapped.expects_reduction, wrapped.expects_local = synced, not synced
+            _print_inputs(recorder, wrapped, args, kwargs, site)
     flags = (0 if synced else layout.UNSYNCED) | (0 if grad else layout.NO_GRAD)
     flags |= 0 if model.training else layout.EVALUATING
     recorder.turns += not flags
     number = wrapped.number if wrapped is not None else 0
     return site, recorder.mark(_ENTER, 0, flags, site, number), number
+
+
+def _print_inputs(recorder: Recorder, wrapped: Wrapped, args: Any, kwargs: Any, site: int) -> None:
+    """Of the first forwards: what the model was called with, in a few bits, to be compared between ranks."""
+    if not 1 < wrapped.forwards <= _PRINTED_FORWARDS:
+        return
+    leaves = [tensor for _, tensor in (*tensors_in(args), *tensors_in(kwargs))][:4]
+    prints = [print_tensor(tensor) for tensor in leaves]
+    recorder.log.note("inputs", wrapper=wrapped.number, call=wrapped.forwards, site=site, prints=prints)
 
 
 @contained

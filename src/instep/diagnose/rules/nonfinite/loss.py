@@ -1,30 +1,42 @@
 """The loss is not a number.
 
 ## What it sees
-The first loss that is NaN or infinite, and what was finite at that moment: the batch, the parameters, each operation that keeps its inputs.
+The first loss that is NaN or infinite, and what was finite at that moment: the batch, the parameters, and the first operation of the
+forward pass whose inputs were numbers and whose result was not.
 
 ## Why it matters
 From this step on every gradient and soon every parameter is NaN.
 
 ## What to do
-It depends on what is named: a bad sample, a logarithm or division at 0, overflow in half precision, a learning rate that is too high.
+It depends on what is named: a bad sample, a logarithm or division at 0, overflow in half precision, gradients that exploded, a learning
+rate that is too high. The operation is kept with its inputs; `instep diagnose --replay RUN_DIR` does it again in wider precision.
 
 ## When it is wrong
-Infinite losses that a loss scaler skips are not reported.
+Infinite losses that a loss scaler skips are not reported. On a GPU the loss is not read, since that would make the host wait.
 """
 
 from __future__ import annotations
 
-import ast
+import statistics
 from collections.abc import Iterator
+from dataclasses import dataclass
 
+from instep.diagnose.nonfinite_source import find_operation, find_rate
 from instep.diagnose.run_view import RunView, short
-from instep.diagnose.slices import call_at, definitions
-from instep.diagnose.source import load
 from instep.records.event import Event
-from instep.records.finding import CallSite, Finding
+from instep.records.finding import CallSite, Certainty, Finding
 
 GROWTH = 100.0  # a loss that has grown so much over its smallest recent value has diverged
+RAISED, RAISED_STEPS = 10.0, 4  # so many steps of a loss above so many times the smallest: it did not come at once
+EXPLODED = 100.0  # a gradient so many times larger than usual
+
+
+@dataclass(frozen=True)
+class Reason:
+    cause: str
+    fix: tuple[str, ...]
+    where: CallSite | None
+    certainty: Certainty = "likely"
 
 
 def check(run: RunView) -> Iterator[Finding]:
@@ -33,18 +45,23 @@ def check(run: RunView) -> Iterator[Finding]:
         return
     _, view, event = min(found, key=lambda row: (row[2].step, row[0]))
     here = view.site(event["site"])
-    cause, fix, where, certainty = explain(event, here)
+    reason = explain(event, here)
+    alone = len({one.rank for _, one, other in found if other.step == event.step}) == 1
+    kept = view.named("replay-kept")
     yield Finding(
         id="nonfinite/loss",
         title=f"the loss became {event['value']} on rank {view.rank} in step {event.step + 1}",
-        cause=cause,
-        fix=fix,
+        cause=reason.cause,
+        fix=(*reason.fix, *(("instep diagnose --replay does the operation again in wider precision",) if kept else ())),
         evidence=(
             view.cite(f"loss {event['value']} at {short(here)}, batch {event['batches']}; before it: {_last(event)}"),
+            *((view.cite(f"operation {_operation(event)}"),) if event["operation"] else ()),
         ),
-        certainty=certainty,  # type: ignore[arg-type]
-        ranks=(view.rank,) if event["batch"] else (),
-        where=where,
+        certainty=reason.certainty,
+        ranks=(view.rank,)
+        if event["batch"] or (alone and run.world_size > 1 and reason.certainty == "certain")
+        else (),
+        where=reason.where,
         explains=("numbers/*",),
     )
 
@@ -53,83 +70,102 @@ def _last(event: Event) -> str:
     return ", ".join(f"{value:.4g}" for value in event["history"][-4:]) or "nothing"
 
 
-def explain(event: Event, here: CallSite | None) -> tuple[str, tuple[str, ...], CallSite | None, str]:
-    if event["batch"]:
-        row = event["batch"][0]
-        samples = f", samples {row['samples']} of the batch" if row["samples"] else ""
-        return (
-            f"The batch itself holds NaN or infinity (tensor {row['place']}{samples}).",
-            ("mend or filter these samples in the data set",),
-            here,
-            "certain",
-        )
-    history = event["history"]
-    diverged = len(history) >= 3 and min(history) > 0 and history[-1] > GROWTH * min(history)
-    if diverged:
-        return (
-            f"The loss had grown from {min(history):.3g} to {history[-1]:.3g} before: training has diverged.",
-            ("lower the learning rate, add warm-up, or clip gradients",),
-            _rate_line(here) or here,
-            "likely",
-        )
-    operation = event["operation"]
-    if event["parameters"]:
-        names = ", ".join(event["parameters"][:3])
-        return (
-            f"Parameters were not finite before this step: {names}. A gradient of the step before was not.",
-            ("clip gradients, and look for a square root or norm whose derivative is infinite at 0",),
-            here,
-            "likely",
-        )
-    if operation is not None:
-        where = find_operation(here, operation["name"]) or here
-        return (
-            f"{operation['why'][:1].upper()}{operation['why'][1:]} in {operation['name'].removesuffix('0').removesuffix('Backward')} at {short(where)}, with finite inputs and parameters.",
-            (f"keep the argument away from there at {short(where)}: clamp it, or add a small number",),
-            where,
-            "certain",
-        )
-    return (
-        "Batch and parameters were finite, so an operation in the forward or the loss made it.",
-        ("run the step again under torch.autograd.detect_anomaly()",),
-        here,
-        "possible",
-    )
+def _operation(event: Event) -> str:
+    row = event["operation"]
+    return f"{row['name']} {row['place']}: {row['why']}".replace("  ", " ")
 
 
-def _rate_line(here: CallSite | None) -> CallSite | None:
-    """Where the learning rate is given: the last call with `lr=` before the line, else the first."""
-    source = load(here.file) if here else None
-    calls = [node for node in ast.walk(source.tree) if isinstance(node, ast.Call)] if source else []
-    given = [node for node in calls if any(word.arg == "lr" for word in node.keywords)]
-    before = [node for node in given if here is not None and node.lineno < here.line]
-    chosen = max(before, key=lambda node: node.lineno) if before else next(iter(given), None)
-    return source.site(chosen) if source is not None and chosen is not None else None
+def explain(event: Event, here: CallSite | None) -> Reason:
+    """From what is proven by the values themselves to what the steps before suggest."""
+    found = _bad_batch(event, here) or _overflow(event, here) or diverged(event, here) or _bad_parameters(event, here)
+    return found or _operation_fault(event, here)
 
 
-def find_operation(here: CallSite | None, name: str) -> CallSite | None:
-    """The operation in the user's source: along what the loss was made of first, then anywhere in the file."""
-    source = load(here.file) if here else None
-    if source is None or here is None:
+def _bad_batch(event: Event, here: CallSite | None) -> Reason | None:
+    if not event["batch"]:
         return None
-    word = name.partition("Backward")[0].lower()
-    call = call_at(source, here.line, "backward")
-    loss = call.func.value if call is not None and isinstance(call.func, ast.Attribute) else None
-    nodes = (
-        [part for node in definitions(source, loss, source.function_at(here.line)) for part in ast.walk(node)]
-        if loss
-        else []
+    row = event["batch"][0]
+    samples = f", samples {row['samples']} of the batch" if row["samples"] else ""
+    indices = f", {row['indices']} of the data set" if row["indices"] else ""
+    return Reason(
+        f"The batch itself holds NaN or infinity (tensor {row['place']}{samples}{indices}).",
+        ("mend or filter these samples in the data set",),
+        here,
+        "certain",
     )
-    for node in (*nodes, *ast.walk(source.tree)):
-        if isinstance(node, ast.Call) and getattr(node.func, "attr", "").rstrip("_") == word:
-            return source.site(node)
-        if (
-            word == "div"
-            and isinstance(node, ast.BinOp)
-            and isinstance(node.op, ast.Div)
-            and not isinstance(node.right, ast.Constant)
-        ):
-            return source.site(node)
-        if word == "pow" and isinstance(node, ast.BinOp) and isinstance(node.op, ast.Pow):
-            return source.site(node)
+
+
+def _overflow(event: Event, here: CallSite | None) -> Reason | None:
+    row = event["operation"]
+    if row is None or not row["overflow"]:
+        return None
+    where = find_operation(here, row["name"]) if not row["place"].startswith("in ") else None
+    return Reason(
+        f"Overflow in half precision: {row['why']} {row['place']}; in float32 the same operation is finite.",
+        (
+            "use bfloat16, which has the range of float32",
+            f"or keep this part in float32, or scale it down ({row['place']})",
+        ),
+        where or here,
+        "certain",
+    )
+
+
+def diverged(event: Event, here: CallSite | None) -> Reason | None:
+    """The loss had grown over several steps, or a gradient had jumped in the last ones."""
+    history, gradients = event["history"], [size for _, size in event["gradients"]]
+    lowest = min(history, default=0.0)
+    grown = len(history) >= 3 and lowest > 0 and history[-1] > GROWTH * lowest
+    raised = sum(value > RAISED * lowest for value in history) if lowest > 0 else 0
+    usual = statistics.median(gradients) if len(gradients) >= 4 else 0.0
+    jumped = usual > 0 and max(gradients[-2:]) > EXPLODED * usual
+    if jumped and raised < RAISED_STEPS:
+        sizes = ", ".join(f"{size:.3g}" for size in gradients[-4:])
+        return Reason(
+            f"The gradients exploded: their largest element went {sizes} over the last steps, while the loss was {_last(event)}.",
+            ("clip gradients before the step: torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)",),
+            here,
+        )
+    if grown:
+        return Reason(
+            f"The loss had grown from {lowest:.3g} to {history[-1]:.3g} before: training has diverged.",
+            ("lower the learning rate, add warm-up, or clip gradients",),
+            find_rate(here) or here,
+        )
     return None
+
+
+def _bad_parameters(event: Event, here: CallSite | None) -> Reason | None:
+    if not event["parameters"]:
+        return None
+    return Reason(
+        f"Parameters were not finite before this step: {', '.join(event['parameters'][:3])}. A gradient of the step before was not.",
+        ("clip gradients, and look for a square root or norm whose derivative is infinite at 0",),
+        here,
+    )
+
+
+def _operation_fault(event: Event, here: CallSite | None) -> Reason:
+    row = event["operation"]
+    if row is None:
+        return Reason(
+            "Batch and parameters were finite, so an operation in the forward or the loss made it.",
+            ("run the step again under torch.autograd.detect_anomaly()",),
+            here,
+            "possible",
+        )
+    where = find_operation(here, row["name"]) or here
+    place = f" ({row['place']})" if row["place"] else ""
+    if not row["certain"]:
+        return Reason(
+            f"The first value that is not finite goes into {row['name']}{place}: {row['why']}.",
+            ("look at what comes just before it", "run the step again under torch.autograd.detect_anomaly()"),
+            where,
+            "possible",
+        )
+    return Reason(
+        f"{row['why'][:1].upper()}{row['why'][1:]} in {row['name'].lower()}{place} at {short(where)}, with finite inputs and parameters.",
+        (f"keep the argument away from there at {short(where)}: clamp it, or add a small number",),
+        where,
+        "certain",
+    )

@@ -21,7 +21,7 @@ from collections.abc import Iterator
 
 from instep.diagnose.model_facts import wraps
 from instep.diagnose.run_view import RunView, short
-from instep.diagnose.slices import call_at, definitions
+from instep.diagnose.slices import call_at, definitions, loss_of
 from instep.diagnose.source import load
 from instep.records.finding import CallSite, Finding
 
@@ -65,10 +65,10 @@ def check(run: RunView) -> Iterator[Finding]:
 def find_loss(backward: CallSite | None) -> CallSite | None:
     """The line that computes the loss of a backward: a call of a known name, else the nearest call that gave it."""
     source = load(backward.file) if backward else None
-    call = call_at(source, backward.line, "backward") if source and backward else None
-    if source is None or backward is None or call is None or not isinstance(call.func, ast.Attribute):
+    loss = loss_of(call_at(source, backward.line, "backward")) if source and backward else None
+    if source is None or backward is None or loss is None:
         return backward
-    nodes = list(definitions(source, call.func.value, source.function_at(backward.line)))
+    nodes = list(definitions(source, loss, source.function_at(backward.line)))
     calls = [part for node in nodes for part in ast.walk(node) if isinstance(part, ast.Call)]
     known = [one for one in calls if getattr(one.func, "attr", getattr(one.func, "id", "")) in _LOSSES]
     given = [node for node in nodes if isinstance(node, ast.Call)]

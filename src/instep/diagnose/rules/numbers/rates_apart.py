@@ -15,10 +15,12 @@ Different optimizers whose steps interleave differently on the ranks.
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Iterator
 
 from instep.diagnose.model_facts import same_group, wraps
 from instep.diagnose.run_view import RunView, short
+from instep.diagnose.source import load
 from instep.records import recording as layout
 from instep.records.finding import CallSite, Finding
 
@@ -33,14 +35,17 @@ def check(run: RunView) -> Iterator[Finding]:
         if found is None:
             return
         step, rates = found
-        where = _scheduler(run)
+        fed = _scheduler(run)
+        where = fed or find_assignment(_step_site(run))
         yield Finding(
             id="numbers/rates-apart",
             title=f"the ranks use different learning rates from step {step} on: {', '.join(f'{rate:.3g}' for rate in rates.values())}",
             cause=f"The scheduler at {short(where)} was fed with a value that each rank computed for itself."
+            if fed
+            else f"What {short(where)} sets the rate to was computed by each rank for itself."
             if where
             else "The schedules of the ranks have parted.",
-            fix=("all-reduce the value before it goes to the scheduler",),
+            fix=("all-reduce the value that decides about the rate before it is used",),
             evidence=tuple(
                 run.by_rank[rank].cite(f"step {step}: learning rate {rate:.6g}", "page.bin")
                 for rank, rate in rates.items()
@@ -68,4 +73,27 @@ def _scheduler(run: RunView) -> CallSite | None:
     for events in zip(*rows):
         if len({event["value"] for event in events}) > 1:
             return run.ranks[0].site(events[0]["site"])
+    return None
+
+
+def _step_site(run: RunView) -> CallSite | None:
+    view = run.ranks[0]
+    mark = view.page.step_mark(view.num_steps) if view.page else None
+    return view.site(mark.site) if mark is not None else None
+
+
+def find_assignment(step: CallSite | None) -> CallSite | None:
+    """Where a script sets `group["lr"]` itself."""
+    source = load(step.file) if step else None
+    for node in ast.walk(source.tree) if source else ():
+        targets = (
+            node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AugAssign) else []
+        )
+        for target in targets:
+            if (
+                isinstance(target, ast.Subscript)
+                and isinstance(target.slice, ast.Constant)
+                and target.slice.value == "lr"
+            ):
+                return source.site(node) if source else None
     return None

@@ -1,7 +1,8 @@
 """Every rank trains on the same batches.
 
 ## What it sees
-Prints of the batches that gradients were computed from: equal on all ranks, batch after batch.
+Prints of the batches that gradients were computed from: equal on all ranks, batch after batch. Where batches are cut by hand, prints of
+what the wrapped model was called with.
 
 ## Why it matters
 The ranks compute the same gradient, so their average is that of one process: N devices do the work of one, and an epoch has as many steps as on one device.
@@ -18,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from instep.diagnose.data_facts import Key, loader_keys, loaders_by_key
+from instep.diagnose.input_facts import find_cut, find_equal_inputs
 from instep.diagnose.model_facts import wraps
 from instep.diagnose.run_view import RankView, RunView, short
 from instep.records import recording as layout
@@ -37,6 +39,34 @@ def check(run: RunView) -> Iterator[Finding]:
         if len(same) < MIN_BATCHES or len(same) < 0.9 * len(places) or len(contents) < len(same) // 2:
             continue
         yield _finding(run, key, len(same), len(places))
+        return
+    if not any(lap["backwards"] for view in run.ranks for lap in view.named("lap")):
+        yield from _cut_by_hand(run)
+
+
+def _cut_by_hand(run: RunView) -> Iterator[Finding]:
+    found = find_equal_inputs(run)
+    where = find_cut(found[2]) if found is not None else None
+    if found is None or where is None:
+        return
+    same, seen, call = found
+    yield Finding(
+        id="numbers/same-data",
+        title=f"all ranks train on the same batches ({same} of {seen} compared)",
+        cause=f"The model at {short(call)} gets the same inputs on every rank: {short(where)} takes them from the data without regard to the rank. "
+        "The ranks compute the same gradients, so more of them gain nothing.",
+        fix=(f"take each rank's own part at {short(where)}, as data[rank::world_size], or draw with seed + rank",),
+        evidence=tuple(
+            Evidence(
+                f"inputs of the model on rank {one.rank} equal those of rank 0",
+                f"rank{one.rank}/events.jsonl",
+                one.rank,
+            )
+            for one in run.ranks[1:3]
+        ),
+        certainty="likely",
+        where=where,
+    )
 
 
 def _is_data_parallel(run: RunView, view: RankView) -> bool:

@@ -1,7 +1,8 @@
 """The ranks cut the data set into different parts before they share it.
 
 ## What it sees
-A DistributedSampler over a `Subset` (as `random_split` makes) whose indices differ between ranks, or samplers with different seeds.
+A DistributedSampler over a `Subset` (as `random_split` makes) whose indices differ between ranks, over a data set that lists the same
+samples in another order on each rank (a shuffle, a listing of files), or samplers with different seeds.
 
 ## Why it matters
 The sampler shares out positions, and expects that all ranks mean the same samples and the same order by them. Otherwise some samples
@@ -22,11 +23,27 @@ from collections.abc import Iterator
 from instep.diagnose.data_facts import Key, loaders_by_key
 from instep.diagnose.run_view import RunView, short
 from instep.diagnose.slices import call_at, definitions
-from instep.diagnose.source import load
+from instep.diagnose.source import Source, load
 from instep.records.event import Event
 from instep.records.finding import CallSite, Finding
 
-_SPLITS = ("random_split", "Subset", "train_test_split", "shuffle", "sample", "randperm")
+_WORDS = {
+    "subset": "the data set is split differently on each rank",
+    "order": "the data set lists its samples in another order on each rank",
+    "seed": "the ranks' samplers have different seeds",
+}
+_SPLITS = (
+    "random_split",
+    "Subset",
+    "train_test_split",
+    "shuffle",
+    "sample",
+    "randperm",
+    "permutation",
+    "listdir",
+    "glob",
+    "rglob",
+)
 
 
 def check(run: RunView) -> Iterator[Finding]:
@@ -40,23 +57,30 @@ def check(run: RunView) -> Iterator[Finding]:
             continue
         if len({row["subset"] for row in rows}) > 1:
             yield _finding(run, rows, _split_line(key) or run.ranks[0].site(rows[0]["site"]), "subset")
+        elif _reordered(rows):
+            yield _finding(run, rows, _split_line(key) or run.ranks[0].site(rows[0]["site"]), "order")
         elif rows[0].get("shuffles") and len({row["seed"] for row in rows}) > 1:
             yield _finding(run, rows, run.ranks[0].site(rows[0]["sampler_site"]), "seed")
 
 
-def _finding(run: RunView, rows: list[Event], where: CallSite | None, what: str) -> Finding:
-    word = (
-        "the data set is split differently on each rank"
-        if what == "subset"
-        else "the ranks' samplers have different seeds"
+def _reordered(rows: list[Event]) -> bool:
+    """The same samples on all ranks, listed in different orders."""
+    orders = [row.get("order") for row in rows]
+    known = [order for order in orders if order is not None]
+    return (
+        len(known) == len(rows) and len({order[1] for order in known}) == 1 and len({order[0] for order in known}) > 1
     )
+
+
+def _finding(run: RunView, rows: list[Event], where: CallSite | None, what: str) -> Finding:
+    word = _WORDS[what]
     return Finding(
         id="numbers/splits-differ",
         title=word,
         cause=f"What is drawn at {short(where)} differs between ranks, and the DistributedSampler shares out positions as if it did not: "
         "some samples are used several times, others never.",
         fix=(f"use the same seed on every rank at {short(where)}, as generator=torch.Generator().manual_seed(0)",)
-        if what == "subset"
+        if what != "seed"
         else (f"pass the same seed= on every rank at {short(where)}",),
         evidence=tuple(
             view.cite(f"rank {view.rank}: {what} {row[what]}, {row['length']} samples")
@@ -75,6 +99,16 @@ def _split_line(key: Key) -> CallSite | None:
         return None
     for node in definitions(source, call.args[0], source.function_at(key[1])):
         for part in ast.walk(node):
-            if isinstance(part, ast.Call) and getattr(part.func, "attr", getattr(part.func, "id", "")) in _SPLITS:
-                return source.site(part)
+            if isinstance(part, ast.Call):
+                name = getattr(part.func, "attr", getattr(part.func, "id", ""))
+                inside = part if name in _SPLITS else _split_in_class(source, name)
+                if inside is not None:
+                    return source.site(inside)
     return None
+
+
+def _split_in_class(source: Source, name: str) -> ast.Call | None:
+    """Where a data set class of the script shuffles or lists its samples."""
+    found = next((node for node in ast.walk(source.tree) if isinstance(node, ast.ClassDef) and node.name == name), None)
+    calls = (node for node in ast.walk(found) if isinstance(node, ast.Call)) if found is not None else ()
+    return next((node for node in calls if getattr(node.func, "attr", getattr(node.func, "id", "")) in _SPLITS), None)

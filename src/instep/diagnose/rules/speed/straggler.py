@@ -49,7 +49,9 @@ def check(run: RunView) -> Iterator[Finding]:
         id="speed/straggler",
         title=f"rank {slow} needs {own[slow] * 1e3:.0f} ms of its own per step, the others {middle * 1e3:.0f} ms",
         cause=f"The others wait {(own[slow] - middle) * 1e3:.0f} ms of every step for rank {slow}; most of the difference is in {kind}{f' at {short(where)}' if where else ''}.",
-        fix=(f"look at what rank {slow} does more in {kind}",),
+        fix=(
+            f"look at what rank {slow} does more in {kind} (up to {step / (step - own[slow] + middle):.1f} times as fast without it)",
+        ),
         evidence=tuple(
             run.by_rank[rank].cite(f"rank {rank}: {seconds * 1e3:.1f} ms per step without waiting", "page.bin")
             for rank, seconds in list(own.items())[:4]

@@ -1,0 +1,93 @@
+"""The line of the script behind an operation of autograd's graph, and behind a derivative that is infinite."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+
+from instep.diagnose.slices import call_at, definitions, loss_of
+from instep.diagnose.source import Source, load
+from instep.records.finding import CallSite
+
+# Names in the source for operations of the graph that are called otherwise there.
+_CALLED = {
+    "addmm": ("linear",),
+    "convolution": ("conv1d", "conv2d", "conv3d"),
+    "linalgvectornorm": ("norm", "vector_norm", "normalize"),
+    "logsoftmax": ("log_softmax", "cross_entropy"),
+    "nllloss": ("nll_loss", "cross_entropy"),
+    "mseloss": ("mse_loss",),
+    "mm": ("matmul", "mm"),
+    "bmm": ("bmm", "matmul", "einsum"),
+}
+_OPERATORS = {"div": ast.Div, "pow": ast.Pow, "mul": ast.Mult, "mm": ast.MatMult, "bmm": ast.MatMult}
+# Their derivative is infinite, or not a number, where the function itself is finite.
+STEEP = (
+    "sqrt",
+    "norm",
+    "vector_norm",
+    "std",
+    "acos",
+    "asin",
+    "arccos",
+    "arcsin",
+    "cdist",
+    "pairwise_distance",
+    "atan2",
+)
+
+
+def find_operation(here: CallSite | None, name: str) -> CallSite | None:
+    """The operation in the user's source: along what the loss was made of first, then anywhere in the file."""
+    word = name.partition("Backward")[0].lower()
+    names = (word, *_CALLED.get(word, ()))
+    operator = _OPERATORS.get(word)
+    for source, node, is_near in _near_loss(here):
+        if isinstance(node, ast.Call) and _called(node).rstrip("_") in names:
+            return source.site(node)
+        written = operator and is_near and isinstance(node, ast.BinOp) and isinstance(node.op, operator)
+        if written and (word == "pow" or not isinstance(node.right, ast.Constant)):
+            return source.site(node)
+    return None
+
+
+def find_steep(here: CallSite | None) -> CallSite | None:
+    """A square root, norm or the like in what the loss was made of."""
+    for source, node, _ in _near_loss(here):
+        if isinstance(node, ast.Call) and _called(node).rstrip("_") in STEEP:
+            return source.site(node)
+        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Pow) and _is_root(node.right):
+            return source.site(node)
+    return None
+
+
+def find_rate(here: CallSite | None) -> CallSite | None:
+    """Where the learning rate is given: the last call with `lr=` before the line, else the first."""
+    source = load(here.file) if here else None
+    calls = [node for node in ast.walk(source.tree) if isinstance(node, ast.Call)] if source else []
+    given = [node for node in calls if any(word.arg == "lr" for word in node.keywords)]
+    before = [node for node in given if here is not None and node.lineno < here.line]
+    chosen = max(before, key=lambda node: node.lineno) if before else next(iter(given), None)
+    return source.site(chosen) if source is not None and chosen is not None else None
+
+
+def _near_loss(here: CallSite | None) -> Iterator[tuple[Source, ast.AST, bool]]:
+    """Parts of the source, those that made the loss of a backward first (they are near)."""
+    source = load(here.file) if here else None
+    if source is None or here is None:
+        return
+    call = call_at(source, here.line, "backward")
+    loss = loss_of(call)
+    for node in definitions(source, loss, source.function_at(here.line)) if loss is not None else ():
+        for part in ast.walk(node):
+            yield source, part, True
+    for part in ast.walk(source.tree):
+        yield source, part, False
+
+
+def _called(node: ast.Call) -> str:
+    return getattr(node.func, "attr", getattr(node.func, "id", ""))
+
+
+def _is_root(value: ast.expr) -> bool:
+    return isinstance(value, ast.Constant) and isinstance(value.value, float) and 0 < value.value < 1

@@ -1,0 +1,61 @@
+"""Gradients before each optimizer step: their size over the last steps, and the first that is not a number."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from typing import Any
+
+import torch
+
+from instep.launch.probe.recorder import Recorder
+from instep.launch.probe.wrapping import Wrapped
+
+_SAMPLED = 64
+_NEWEST: deque[tuple[int, float]] = deque(maxlen=12)  # step, largest sampled element
+_noted: set[int] = set()
+
+
+def look_at_gradients(recorder: Recorder, wrapped: Wrapped, site: int) -> None:
+    """A few elements of two parameters, about 10 us; on the CPU only, since elsewhere the host would wait."""
+    count = len(wrapped.parameters)
+    if not count or wrapped.number in _noted:
+        return
+    chosen = (wrapped.parameters[0], wrapped.parameters[count // 2])
+    sizes = [size for parameter in chosen if (size := _sample(parameter.grad)) is not None]
+    if not sizes:
+        return
+    if all(math.isfinite(size) for size in sizes):
+        _NEWEST.append((recorder.num_steps + 1, max(sizes)))
+        return
+    _noted.add(wrapped.number)
+    recorder.log.note(
+        "nonfinite-gradient", wrapper=wrapped.number, site=site, history=newest_sizes(), **_split(wrapped)
+    )
+
+
+def newest_sizes() -> list[list[float]]:
+    """Of the newest steps the number and the largest sampled element of the gradient."""
+    return [[step, float(f"{size:.4g}")] for step, size in _NEWEST]
+
+
+def _sample(gradient: Any) -> float | None:
+    if (
+        gradient is None
+        or gradient.device.type != "cpu"
+        or gradient.layout is not torch.strided
+        or not gradient.numel()
+    ):
+        return None
+    flat = gradient.detach().reshape(-1) if gradient.is_contiguous() else gradient.detach()[0].reshape(-1)
+    return flat[:: max(1, flat.numel() // _SAMPLED)].abs().max().item()
+
+
+def _split(wrapped: Wrapped) -> dict[str, list[str]]:
+    """Parameters whose gradients are bad, and good ones: what made the first bad one lies between them."""
+    model: Any = wrapped.model()
+    rows: dict[str, list[str]] = {"bad": [], "good": []}
+    for name, parameter in model.module.named_parameters() if model is not None else ():
+        if parameter.grad is not None and parameter.grad.layout is torch.strided:
+            rows["good" if bool(torch.isfinite(parameter.grad).all()) else "bad"].append(name)
+    return {word: names[:60] for word, names in rows.items()}
