@@ -74,15 +74,23 @@ class Grid:
 
     def sum_over_peers(self, numbers: Sequence[float], what: str) -> list[float]:
         """Sums of a few numbers; the same bits on all peers. Every rank must call it."""
-        if self.peers.size == 1:
-            return list(numbers)
-        row = torch.tensor(numbers, dtype=torch.float64)
-        self.peers.wait(dist.all_reduce(row, group=self.peers.host_group, async_op=True), what)
-        return row.tolist()
+        return _sum(self.peers, numbers, what)
+
+    def sum_over_data(self, number: float, what: str) -> float:
+        """Over the ranks that hold the same part of the model. Every rank must call it."""
+        return _sum(self.data, [number], what)[0]
 
     def has_layout_of(self, split: Parallel) -> bool:
         """Whether another split gives every rank the same data and peers."""
         return (split.pipeline, split.tensor) == (self.split.pipeline, self.split.tensor)
+
+
+def _sum(part: World, numbers: Sequence[float], what: str) -> list[float]:
+    if part.size == 1:
+        return list(numbers)
+    row = torch.tensor(numbers, dtype=torch.float64)
+    part.wait(dist.all_reduce(row, group=part.host_group, async_op=True), what)
+    return row.tolist()
 
 
 def lay_out(split: Parallel, world: World) -> Grid:
@@ -111,3 +119,9 @@ def build_mesh(split: Parallel, world: World) -> DeviceMesh:
     used = {axis: degree for axis, degree in degrees(split).items() if degree > 1} or {"shard": 1}
     assert math.prod(used.values()) == world.size
     return init_device_mesh(world.device.type, tuple(used.values()), mesh_dim_names=tuple(used))
+
+
+def data_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """Its axes replicate and shard, where they are."""
+    axes = tuple(axis for axis in ("replicate", "shard") if axis in (mesh.mesh_dim_names or ()))
+    return mesh if axes == mesh.mesh_dim_names else mesh[axes] if len(axes) > 1 else mesh[axes[0]]

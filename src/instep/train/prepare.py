@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from instep.errors import RanksDisagree, UsageError
 from instep.records.parallel import Parallel, fit, read_parallel
 from instep.train.call_arguments import read_flag
 from instep.train.fused import choose_fused
-from instep.train.mesh import build_mesh, num_peers
+from instep.train.mesh import build_mesh, data_mesh, num_peers
 from instep.train.parts import check_new, check_optimizer, check_plain, check_scheduler, loose_parameters
 from instep.train.precision import autocast_forward
 from instep.train.reduce.choose import choose_reducer, choose_transport
@@ -21,12 +22,24 @@ from instep.train.reduce.local_reducer import LocalReducer
 from instep.train.reduce.reducer import Reducer
 from instep.train.reduce.shard_reducer import ShardReducer
 from instep.train.reduce.shard_traffic import choose_traffic
+from instep.train.reduce.stage_reducer import StageReducer
+from instep.train.reduce.stage_shard_reducer import StageShardReducer
 from instep.train.skips import Skips
 from instep.train.techniques.block_options import BlockOptions, change_blocks
 from instep.train.techniques.local_sgd import check_local_sgd
 from instep.train.techniques.offload import check_host_memory, check_offload, choose_policy
+from instep.train.techniques.optimizer_shares import OptimizerShares
+from instep.train.techniques.pipeline.share_out import (
+    Share,
+    check_pipeline,
+    choose_cut,
+    make_pipeline,
+    shard_stages,
+    share_out,
+)
 from instep.train.techniques.shard import check_shardable, follow_sharding, shard_parameters
 from instep.train.techniques.sync_batch_norm import convert_sync_batch_norm
+from instep.train.techniques.tensor.split import check_splittable, split_layers
 from instep.train.update import Scheduler, Trained, count_steps
 from instep.train.world import World
 
@@ -51,6 +64,10 @@ def prepare_parts(
     split = run._grid.split if parallel is None else fit(read_parallel(parallel), world.size)
     if not isinstance(every, str) or every not in EVERY:
         raise UsageError(f"schedule_every={every!r} is not possible. Allowed: 'step', 'epoch'.")
+    if split.shard != 1:
+        check_shardable(run._arguments)
+    if split.tensor != 1:
+        check_splittable(run._arguments)
     take_up_split(run, split)
     data = run._grid.data
     check_scheduler(scheduler, optimizer)
@@ -70,20 +87,34 @@ def prepare_parts(
             f"global_batch / ranks = {fitting:g}, or leave sync_batch_norm out."
         )
     name = f"model {len(run._models)}"
-    on_host = options.offload and split.shard != 1
+    on_host = (options.offload and split.shard != 1) or split.pipeline != 1
     if options.offload:
         check_offload(run._arguments.parallel if parallel is None else read_parallel(parallel))
-    if on_host:
+    if options.offload and split.shard != 1:
         check_host_memory(model, optimizer, split, world)
     run._hooks += prepare_model(model, world, run._group, run._dtype, name, on_host=on_host)
     if sync_batch_norm:
         convert_sync_batch_norm(model, data.new_group())
         run._spread_short_steps = True
+    share = _share_out(run, model, optimizer, split) if split.pipeline != 1 else None
     run._models.append(model)
     run._buffers.add(model)
+    before = dict(model.named_parameters())
+    mesh = build_mesh(split, world) if split.shard != 1 or split.tensor != 1 else None
+    if split.tensor != 1:
+        assert mesh is not None
+        split_layers(model, mesh["tensor"], split, run._observer.say)
     change_blocks(model, options, world.device)
+    if share is not None:
+        run._pipelines.append(make_pipeline(model, share, split, run._dtype))
     if split.shard != 1:
-        _shard(run, model, optimizer, split, options)
+        assert mesh is not None
+        if share is None:
+            _shard(run, model, data_mesh(mesh), split, options)
+        else:
+            shard_stages(run._pipelines[-1], data_mesh(mesh))
+    if mesh is not None and optimizer is not None:
+        follow_sharding(optimizer, before, dict(model.named_parameters()))
     if optimizer is None:
         return model
     run._trained.append(_take_optimizer(run, model, optimizer, scheduler, every, split, name))
@@ -105,17 +136,21 @@ def take_up_split(run: Run, split: Parallel) -> None:
     run._observer.say(run._slots.describe())
 
 
-def _shard(
-    run: Run, model: nn.Module, optimizer: torch.optim.Optimizer | None, split: Parallel, options: BlockOptions
-) -> None:
-    check_shardable(run._arguments)
-    before = dict(model.named_parameters())
+def _share_out(run: Run, model: nn.Module, optimizer: torch.optim.Optimizer | None, split: Parallel) -> Share:
+    check_pipeline(run._arguments, split)
+    run._first_reference = run._arguments.micro_batch
+    share = share_out(model, optimizer, split, run._grid)
+    choice = choose_cut(model, share, split, len(run._slots.local))
+    if choice is not None:
+        run._observer.say(str(choice))
+    return share
+
+
+def _shard(run: Run, model: nn.Module, mesh: DeviceMesh, split: Parallel, options: BlockOptions) -> None:
     policy = choose_policy(options.offload, run.device)
-    shard_parameters(model, build_mesh(split, run._entered()), gathered=split.gathered, policy=policy)
+    shard_parameters(model, mesh, gathered=split.gathered, policy=policy)
     run._hooks.append(choose_traffic(model, split, run._entered(), run._observer.say))
     run._is_sharded, run._first_reference = True, run._arguments.micro_batch
-    if optimizer is not None:
-        follow_sharding(optimizer, before, dict(model.named_parameters()))
 
 
 def _take_optimizer(
@@ -138,7 +173,14 @@ def _take_optimizer(
         run._observer.say(str(choice))
     parameters = _order_parameters(run, optimizer, loose, f"run.prepare of {name}")
     reducer: Reducer | ShardReducer
-    if split.shard != 1:
+    pipeline = next((each for each in run._pipelines if each.model is model), None)
+    if pipeline is not None and pipeline.sharded is not None:
+        assert split.replicate is not None
+        reducer = StageShardReducer(pipeline.sharded, parameters, run._grid, split.replicate, pipeline.tied)
+    elif pipeline is not None:
+        transport = choose_transport(None, False, run._grid.data, run._observer.say)
+        reducer = StageReducer(parameters, run._grid, transport, pipeline.tied)
+    elif split.shard != 1:
         assert split.replicate is not None
         reducer = ShardReducer(model, parameters, run._grid, split.replicate)
     elif split.average_every > 1:
@@ -151,7 +193,11 @@ def _take_optimizer(
         compress, data = run._arguments.compress, run._grid.data
         transport = choose_transport(compress, run._exact, data, run._observer.say)
         reducer = choose_reducer(parameters, transport, compress, run._exact, run._slots, data)
+        reducer.grid = run._grid if run._grid.peers.size > 1 else None
     trained = Trained(optimizer, reducer, parameters, Skips(run._observer.say, run._loss_scale.enabled))
+    if split.share_optimizer and run._grid.data.size > 1:
+        trained.shares = OptimizerShares(run._grid.data, parameters)
+        trained.shares.drop_others(optimizer)
     trained.guard_step()
     trained.guard_zero_grad()
     if scheduler is not None:

@@ -35,6 +35,7 @@ from instep.train.slots import Slots, plan_slots
 from instep.train.step import Step
 from instep.train.techniques.block_options import read_block_options
 from instep.train.techniques.local_sgd import average_when_due
+from instep.train.techniques.pipeline.pipeline import Pipeline
 from instep.train.totals import local_terms, mean_of, sum_of
 from instep.train.update import Trained
 from instep.train.world import World, join_world, leave_world
@@ -128,6 +129,7 @@ class Run:
         self._models: list[nn.Module] = []
         self._hooks: list[Any] = []  # on models
         self._trained: list[Trained] = []
+        self._pipelines: list[Pipeline] = []
         self._group = world.new_group()
         self._lay_out(split)
         self._position = Position()
@@ -194,6 +196,8 @@ class Run:
                 trained.close()
             for hook in self._hooks:
                 hook.remove()
+            for pipeline in self._pipelines:
+                pipeline.close()
             if world.meeting is not None:
                 world.meeting.leave("the end of its run" if kind is None else f"the end of its run, by {kind.__name__}")
             if self._undo_deterministic is not None:

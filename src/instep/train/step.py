@@ -287,7 +287,7 @@ class Step:
                     scale_gradients(gradients, factor)
                     clamp_gradients(gradients, run._clip_value)
                     factor = 1.0
-                step_optimizer(trained, factor * clip_coefficient(norm, run._clip_norm))
+                step_optimizer(trained, factor * clip_coefficient(norm, run._clip_norm), self._name())
             run._note_finite(self, trained, finite)
             if run._next_reference is None and table.weights[0]:
                 run._next_reference = table.weights[0] / table.counted if table.given else run._slots.micro_batch

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,9 +14,11 @@ from torch.distributed.tensor import DTensor
 from instep.errors import UsageError
 from instep.records.finding import CallSite
 from instep.train.call_site import user_call_site
+from instep.train.local_step import on_parts
 from instep.train.reduce.reducer import SMALL_BYTES, Reducer
 from instep.train.reduce.shard_reducer import ShardReducer
 from instep.train.skips import Skips
+from instep.train.techniques.optimizer_shares import OptimizerShares
 
 
 @dataclass
@@ -60,6 +63,7 @@ class Trained:
     reached: bool = False  # whether one of its parameters ever got a gradient
     cleared: CallSite | None = None  # where the script cleared gradients that no update had used
     guard: Any = None
+    shares: OptimizerShares | None = None  # where ranks share out the optimizer's state
 
     def begin_step(self, reference: float | None) -> None:
         self.updates, self.cleared = 0, None
@@ -108,7 +112,7 @@ class Trained:
         names = {id(p): name for model in models for name, p in model.named_parameters()}
         for parameter in self.ordered:
             own = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-            if not bool(torch.isfinite(own).all()):
+            if not own.is_meta and not bool(torch.isfinite(own).all()):
                 return names.get(id(parameter), "a parameter")
         return None
 
@@ -154,30 +158,36 @@ def clamp_gradients(gradients: Sequence[Tensor], clip_value: float | None) -> No
             gradient.clamp_(-clip_value, clip_value)
 
 
-def step_optimizer(trained: Trained, factor: float) -> None:
+def step_optimizer(trained: Trained, factor: float, what: str) -> None:
     """Steps with gradients times `factor`; a fused optimizer multiplies while it reads them."""
     optimizer, gradients = trained.optimizer, trained.reducer.gradients()
+    shares = nullcontext() if trained.shares is None else trained.shares.stepping(trained.parameters(), what)
     trained.updating = True
     try:
-        if factor != 1.0 and _scales_itself(optimizer, gradients):
-            optimizer.grad_scale = torch.full((), 1.0 / factor, device=gradients[0].device)  # type: ignore[attr-defined]
-            optimizer.found_inf = torch.zeros((), device=gradients[0].device)  # type: ignore[attr-defined]
-            try:
-                optimizer.step()
-            finally:
-                del optimizer.grad_scale, optimizer.found_inf  # type: ignore[attr-defined]
-        else:
-            scale_gradients(gradients, factor)
-            optimizer.step()
+        with shares, on_parts(optimizer):
+            _step(optimizer, gradients, factor)
     finally:
         trained.updating = False
+
+
+def _step(optimizer: torch.optim.Optimizer, gradients: Sequence[Tensor], factor: float) -> None:
+    if factor != 1.0 and _scales_itself(optimizer, gradients):
+        optimizer.grad_scale = torch.full((), 1.0 / factor, device=gradients[0].device)  # type: ignore[attr-defined]
+        optimizer.found_inf = torch.zeros((), device=gradients[0].device)  # type: ignore[attr-defined]
+        try:
+            optimizer.step()
+        finally:
+            del optimizer.grad_scale, optimizer.found_inf  # type: ignore[attr-defined]
+    else:
+        scale_gradients(gradients, factor)
+        optimizer.step()
 
 
 def _scales_itself(optimizer: torch.optim.Optimizer, gradients: Sequence[Tensor]) -> bool:
     """The seam that torch.amp.GradScaler uses. Not worth it for gradients in cache, and fp32 only: the scale is fp32."""
     return (
         getattr(optimizer, "_step_supports_amp_scaling", False)
-        and not isinstance(optimizer.param_groups[0]["params"][0], DTensor)
+        and not any(isinstance(p, DTensor) for group in optimizer.param_groups for p in group["params"])
         and all(gradient.dtype == torch.float32 for gradient in gradients)
         and sum(gradient.numel() * 4 for gradient in gradients) > SMALL_BYTES
     )

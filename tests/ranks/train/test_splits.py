@@ -109,6 +109,9 @@ SPLITS: dict[str, tuple[int, Any]] = {
     "zero3 on 2": (2, "zero3"),
     "zero2 on 3": (3, "zero2"),
     "2 copies of 2 shards": (4, instep.Parallel(replicate=2, shard=None)),
+    "zero1 on 3": (3, "zero1"),
+    "2 of each layer": (2, instep.Parallel(tensor=2)),
+    "2 shards of 2 of each layer": (4, instep.Parallel(shard=2, tensor=2)),
 }
 
 
@@ -155,10 +158,13 @@ def train_partly(rank: int, size: int, folder: str, parallel: Any, precision: st
 def test_continues_in_another_split(tmp_path: Path, precision: str, tolerance: float) -> None:
     whole_run = run_ranks(train_partly, 1, str(tmp_path / "one"), "ddp", precision, 9)[0]
     for size, parallel, last in (
-        (2, "zero3", 2),
-        (3, "ddp", 3),
+        (2, "zero3", 1),
+        (2, instep.Parallel(tensor=2), 2),
+        (3, "zero1", 3),
+        (4, instep.Parallel(shard=2, tensor=2), 5),
         (4, instep.Parallel(shard=2, replicate=2), 7),
-        (2, "zero2", 9),
+        (2, instep.Parallel(replicate=2, share_optimizer=True), 8),
+        (2, instep.Parallel(tensor=2), 9),
     ):
         found = run_ranks(train_partly, size, str(tmp_path / "parts"), parallel, precision, last)
     expected, weights = (load_file(tmp_path / name / "weights.safetensors") for name in ("one", "parts"))

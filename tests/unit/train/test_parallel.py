@@ -43,8 +43,12 @@ def test_one_degree_fills_the_rest(value: Any, size: int, expected: tuple[int, i
             "8 ranks cannot be split as replicate=2 x shard=3 (= 6). The degrees have to multiply to the number of ranks. "
             "Nearest that fit: replicate=2 x shard=4, ",
         ),
-        ("zero1", 2, "parallel='zero1' is not built yet in this version of instep; 'ddp', 'zero2' and 'zero3' are."),
-        (Parallel(tensor=2), 2, "parallel: the axis tensor is not built yet in this version of instep"),
+        (
+            Parallel(shard=2, share_optimizer=True),
+            2,
+            "Parallel(share_optimizer=True, shard=2): copies that are equal after every step share their optimizer's state out, and "
+            "with shard there are none. Leave one of them out.",
+        ),
         (Parallel(shard=0), 2, "Parallel(shard=0): a degree is a whole number of at least 1, or None to fill."),
         (Parallel(replicate=None, shard=None), 2, "only one degree may be None"),
     ],

@@ -18,11 +18,15 @@ class Layout:
     members: tuple[tuple[int, ...], ...]
 
 
-def plan_buckets(order: Sequence[int], tensors: Sequence[torch.Tensor]) -> Layout:
-    """order: all parameter indices, earliest gradient first. Buckets fill in that order, so they leave in index order."""
+def plan_buckets(order: Sequence[int], tensors: Sequence[torch.Tensor], kinds: Sequence[object]) -> Layout:
+    """order: all parameter indices, earliest gradient first. Buckets fill in that order, so they leave in index order.
+
+    kinds: what, beside dtype and device, has to be the same in a bucket.
+    """
     members: list[tuple[int, ...]] = []
-    for kind in dict.fromkeys((tensors[i].dtype, tensors[i].device) for i in order):
-        members += _cut([i for i in order if (tensors[i].dtype, tensors[i].device) == kind], tensors)
+    keys = [(tensor.dtype, tensor.device, kind) for tensor, kind in zip(tensors, kinds)]
+    for key in dict.fromkeys(keys[i] for i in order):
+        members += _cut([i for i in order if keys[i] == key], tensors)
     return Layout(tuple(members))
 
 

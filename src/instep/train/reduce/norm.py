@@ -8,6 +8,8 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from instep.train.mesh import Grid
+
 
 def gradient_norm(gradients: Iterable[Tensor]) -> float:
     """The 2-norm over all of them; not finite when any element is not (or when the norm is beyond fp32)."""
@@ -16,3 +18,16 @@ def gradient_norm(gradients: Iterable[Tensor]) -> float:
         norm = torch.linalg.vector_norm(gradient, dtype=torch.float32 if gradient.element_size() < 4 else None)
         squares += float(norm) ** 2
     return math.sqrt(squares) if math.isfinite(squares) else squares
+
+
+def norm_over_peers(cut: Iterable[Tensor], alike: Iterable[Tensor], grid: Grid, copies: int = 1) -> float:
+    """The norm where ranks hold different parts of the gradients. Every rank must call it.
+
+    cut: of parameters of which each peer has another part; alike: of those that all ranks on the tensor axis hold, which
+    the first of them counts. copies: how many data ranks hold the same part; 0 when each holds all of it.
+    """
+    squares = gradient_norm(cut) ** 2 + (gradient_norm(alike) ** 2 if grid.tensor_rank == 0 else 0.0)
+    if copies:
+        squares = grid.sum_over_data(squares / copies, "the gradient norm")
+    (total,) = grid.sum_over_peers([squares], "the gradient norm")
+    return math.sqrt(total) if math.isfinite(total) else total

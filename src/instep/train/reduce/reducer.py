@@ -22,10 +22,12 @@ from torch import Tensor, nn
 from instep.errors import RanksDisagree
 from instep.records.finding import CallSite
 from instep.train.call_site import user_call_site
+from instep.train.mesh import Grid
 from instep.train.reduce.bucket import Bucket, Transport
 from instep.train.reduce.lanes import Lanes
 from instep.train.reduce.layout import plan_buckets, window
-from instep.train.reduce.norm import gradient_norm
+from instep.train.reduce.local_part import as_whole, is_cut, local_part, settled
+from instep.train.reduce.norm import gradient_norm, norm_over_peers
 from instep.train.reduce.words import Note, Table, Words
 from instep.train.world import World
 
@@ -36,6 +38,7 @@ class Reducer:
     """Every rank makes the same calls, in the same order, except `begin_micro_batch` and what happens in a backward."""
 
     num_positions = 1  # words say the sums over this rank's micro-batches
+    grid: Grid | None = None  # where ranks hold different parts of the model
 
     def __init__(self, parameters: Sequence[nn.Parameter], world: World, transport: Transport) -> None:
         self.world, self.transport = world, transport
@@ -76,7 +79,7 @@ class Reducer:
         for i, parameter in enumerate(self.parameters):
             if parameter.requires_grad:
                 self._hooks.append(parameter.register_post_accumulate_grad_hook(partial(self._arrived, i)))
-        total = sum(p.numel() * p.element_size() for p in self.parameters if p.requires_grad)
+        total = sum(local_part(p).numel() * p.element_size() for p in self.parameters if p.requires_grad)
         self._direct = self.world.size == 1 and total > SMALL_BYTES  # one process: autograd's own gradients will do
 
     def _fingerprint(self) -> tuple[bool, ...]:
@@ -146,10 +149,11 @@ class Reducer:
         assert gradient is not None
         if gradient is not view:
             if view is None:
+                parameter.grad = settled(gradient, parameter)
                 if gradient.is_sparse:
                     self._sparse.add(i)
             elif self._bucket_of[i] < len(self._handles):
-                self._keep_late(i, gradient)
+                self._keep_late(i, settled(gradient, parameter))
                 parameter.grad = None
                 return False
             else:
@@ -279,8 +283,10 @@ class Reducer:
     def _windows(self, flat: Tensor, bucket: int) -> Iterator[tuple[int, Tensor]]:
         offset = 0
         for i in self._members[bucket]:
-            yield i, window(flat, offset, self.parameters[i])
-            offset += self.parameters[i].numel()
+            parameter = self.parameters[i]
+            local = local_part(parameter)
+            yield i, as_whole(window(flat, offset, local), parameter)
+            offset += local.numel()
 
     def _outside_buckets(self) -> list[int]:
         return [i for i, bucket in enumerate(self._bucket_of) if bucket < 0 and self.parameters[i].requires_grad]
@@ -330,7 +336,7 @@ class Reducer:
                 parameter.grad.mul_(mine / self._reference)
 
     def _allocate(self, order: list[int]) -> None:
-        layout = plan_buckets(order, self.parameters)
+        layout = plan_buckets(order, [local_part(p) for p in self.parameters], [is_cut(p) for p in self.parameters])
         self._members = [*layout.members]
         dtypes = [self.parameters[members[0]].dtype for members in self._members]
         if self.world.size > 1 and (not dtypes or dtypes[-1] not in (torch.float32, torch.float64)):
@@ -341,7 +347,7 @@ class Reducer:
         )
         for index, (members, dtype) in enumerate(zip(self._members, dtypes)):
             tail = self._words.numel if self.world.size > 1 and index == len(self._members) - 1 else 0
-            numel = sum(self.parameters[i].numel() for i in members) + tail
+            numel = sum(local_part(self.parameters[i]).numel() for i in members) + tail
             device = self.parameters[members[0]].device if members else self.world.device
             bucket = Bucket(index, self.transport.allocate(numel, dtype, device), tail=tail)
             for i, view in self._windows(bucket.flat, index):
@@ -350,7 +356,7 @@ class Reducer:
                     view.copy_(parameter.grad)
                 parameter.grad = view
                 self._views[i], self._bucket_of[i] = view, index
-                bucket.views.append(view)
+                bucket.views.append(local_part(view))
             self.buckets.append(bucket)
 
     # -- after the reduction
@@ -362,12 +368,24 @@ class Reducer:
 
     def gradients(self) -> list[Tensor]:
         """The tensors that hold all gradients: buckets, and what lies outside of them. Sparse ones by their values."""
-        outside = [self.parameters[i].grad for i in self._outside_buckets()]
-        values = [g._values() if g.is_sparse else g for g in outside if g is not None]
-        return [bucket.gradients for bucket in self.buckets if self._members[bucket.index]] + values
+        return [gradient for _, gradient in self._parts()]
+
+    def _parts(self) -> Iterator[tuple[bool, Tensor]]:
+        """What `gradients` gives, and whether peers on the tensor axis have other parts of it."""
+        for bucket, members in zip(self.buckets, self._members):
+            if members:
+                yield is_cut(self.parameters[members[0]]), bucket.gradients
+        for i in self._outside_buckets():
+            gradient = self.parameters[i].grad
+            if gradient is not None:
+                yield is_cut(self.parameters[i]), gradient._values() if gradient.is_sparse else local_part(gradient)
 
     def norm(self) -> float:
-        return gradient_norm(self.gradients())
+        if self.grid is None:
+            return gradient_norm(self.gradients())
+        parts = list(self._parts())
+        cut, alike = ([gradient for is_cut, gradient in parts if is_cut is wanted] for wanted in (True, False))
+        return norm_over_peers(cut, alike, self.grid, copies=0)
 
     def finish(self) -> None:
         """Forgets this update's gradients and gets ready for the next."""

@@ -13,12 +13,13 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from instep.errors import RanksDisagree, UsageError
 from instep.train.mesh import Grid
 from instep.train.reduce.group_sum import GroupSum
 from instep.train.reduce.lanes import Lanes
+from instep.train.reduce.local_part import is_cut, local_part
+from instep.train.reduce.norm import norm_over_peers
 from instep.train.reduce.words import Note as WordsNote
 from instep.train.reduce.words import Table, Words
 from instep.train.techniques.shard import sharded_modules
@@ -134,15 +135,13 @@ class ShardReducer:
 
     def gradients(self) -> list[Tensor]:
         """This rank's parts."""
-        found = [parameter.grad for parameter in self.parameters]
-        return [g.to_local() if isinstance(g, DTensor) else g for g in found if g is not None]
+        return [local_part(p.grad) for p in self.parameters if p.grad is not None]
 
     def norm(self) -> float:
         """Over all shards. Every rank must call it."""
-        norms = [torch.linalg.vector_norm(g.double()) for g in self.gradients() if g.numel()]
-        total = torch.tensor([sum(float(norm) ** 2 for norm in norms) / self._copies], dtype=torch.float64)
-        self._sum(total, "the gradient norm")
-        return float(total) ** 0.5
+        pairs = [(is_cut(p), local_part(p.grad).double()) for p in self.parameters if p.grad is not None]
+        cut, alike = ([g for cut, g in pairs if cut is wanted and g.numel()] for wanted in (True, False))
+        return norm_over_peers(cut, alike, self.grid, self._copies)
 
     def finish(self) -> None:
         for parameter in self.parameters:

@@ -11,10 +11,12 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, OffloadPolicy, fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 
 from instep.errors import UsageError
 from instep.train.arguments import Arguments
+from instep.train.checkpoint.pieces import local_pieces
+from instep.train.reduce.local_part import as_whole
 from instep.train.techniques.blocks import find_blocks
 
 
@@ -72,6 +74,10 @@ def follow_sharding(
 
 
 def _like(value: Any, old: torch.Tensor, new: torch.Tensor) -> Any:
+    """This rank's part of state that has the parameter's shape."""
     if isinstance(value, torch.Tensor) and value.shape == old.shape and isinstance(new, DTensor):
-        return distribute_tensor(value, new.device_mesh, new.placements)
+        local = torch.empty_like(new.to_local(), dtype=value.dtype)
+        for piece in local_pieces(new):
+            local.copy_(value[piece.slices])
+        return as_whole(local, new)
     return value

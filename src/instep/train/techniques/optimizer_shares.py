@@ -1,0 +1,82 @@
+"""Optimizer state shared out over the ranks that hold the same parameters (ZeRO, stage 1).
+
+Each data rank steps some parameters, whole ones, so that any optimizer gives what it would give alone, and sends them
+to the others. The optimizer is the script's own: it skips parameters without a gradient, as it always does, and so keeps
+state only for those that are stepped here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from instep.train.reduce.local_part import local_part
+from instep.train.world import World
+
+
+class OptimizerShares:
+    """Every rank makes the same calls. data: the ranks that hold the same parameters."""
+
+    def __init__(self, data: World, parameters: Sequence[nn.Parameter]) -> None:
+        self._data, self._group = data, data.new_group()
+        self._owners: dict[int, int] = {}
+        self._load = [0] * data.size
+        self._kept: list[nn.Parameter] = []  # ids stay theirs while they are here
+        self.take_up(parameters)
+
+    def take_up(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Gives each new parameter to the rank with the least, the largest first. In an order equal on all ranks."""
+        new = [p for p in parameters if id(p) not in self._owners]
+        sizes = {id(p): 0 if p.is_meta else local_part(p).numel() for p in new}
+        for parameter in sorted(new, key=lambda p: -sizes[id(p)]):
+            owner = self._load.index(min(self._load))
+            self._owners[id(parameter)] = owner
+            self._load[owner] += sizes[id(parameter)]
+            self._kept.append(parameter)
+
+    def is_here(self, parameter: Tensor) -> bool:
+        """Whether this rank steps it."""
+        return self._owners.get(id(parameter), self._data.rank) == self._data.rank
+
+    def drop_others(self, optimizer: torch.optim.Optimizer) -> None:
+        """Forgets state that another rank keeps, as after a start with an optimizer that has stepped before."""
+        for parameter in [p for p in optimizer.state if isinstance(p, Tensor) and not self.is_here(p)]:
+            del optimizer.state[parameter]
+
+    @contextmanager
+    def stepping(self, parameters: Sequence[nn.Parameter], what: str) -> Iterator[None]:
+        """Around `optimizer.step()`: hides the gradients of what others step, then sends and takes parameters."""
+        self.take_up(parameters)
+        stepped = [p for p in parameters if p.grad is not None]
+        hidden = [(p, p.grad) for p in stepped if not self.is_here(p)]
+        for parameter, _ in hidden:
+            parameter.grad = None
+        try:
+            yield
+        finally:
+            for parameter, gradient in hidden:
+                parameter.grad = gradient
+        self._spread(stepped, what)
+
+    @torch.no_grad()
+    def _spread(self, parameters: Sequence[nn.Parameter], what: str) -> None:
+        """One message per owner and type of number."""
+        if self._data.size == 1:
+            return
+        messages: dict[tuple[int, torch.dtype, torch.device], list[Tensor]] = {}
+        for parameter in parameters:
+            local = local_part(parameter).detach()
+            messages.setdefault((self._owners[id(parameter)], local.dtype, local.device), []).append(local)
+        sent = []
+        for (owner, _, _), parts in messages.items():
+            flat = torch.cat([part.reshape(-1) for part in parts])
+            sent.append((dist.broadcast(flat, group_src=owner, group=self._group, async_op=True), owner, flat, parts))
+        for handle, owner, flat, parts in sent:
+            self._data.wait(handle, what)
+            if owner != self._data.rank:
+                for part, values in zip(parts, flat.split([part.numel() for part in parts])):
+                    part.copy_(values.view_as(part))

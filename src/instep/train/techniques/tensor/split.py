@@ -1,0 +1,189 @@
+"""Layers shared out over the ranks of the tensor axis (Megatron-LM, Shoeybi et al., 2019)."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
+
+from instep.errors import UsageError
+from instep.records.parallel import Parallel
+from instep.train.arguments import Arguments
+from instep.train.reduce.local_part import is_cut
+from instep.train.techniques.tensor.attention import Heads
+from instep.train.techniques.tensor.plan import Plan, find_plan
+from instep.train.techniques.tensor.regions import Region, guard_region
+from instep.train.techniques.tensor.styles import Columns, Rows, Split, Vocabulary, Whole, num_inputs, num_outputs
+
+HEAD_COUNTS = ("num_heads", "num_attention_heads", "num_key_value_heads", "n_heads", "n_head", "n_kv_heads", "heads")
+PACKED_WIDTHS = ("split_size", "all_head_size")  # of queries, keys and values where they lie in one layer
+Ties = list[list[tuple[nn.Module, str]]]
+
+
+def split_layers(model: nn.Module, mesh: DeviceMesh, parallel: Parallel, say: Callable[[str], None]) -> None:
+    """Splits the layers that the plan names, in place. mesh: of the tensor axis. Every rank must call it.
+
+    Raises UsageError, before anything is changed, for layers and heads that cannot be divided.
+    """
+    degree = mesh.size()
+    plan = find_plan(model, parallel.plan, degree)
+    owners = split_owners(model, plan)
+    for name, style in plan.items():
+        check_divides(name, model.get_submodule(name), style, degree)
+    for name in owners:
+        check_heads(name, model.get_submodule(name), plan, degree)
+    ties = find_ties(model)
+    settle_ties(model, plan, ties, is_given=parallel.plan is not None)
+    region = Region(mesh.get_local_rank(), degree)
+    for name, style in plan.items():
+        if isinstance(style, Split):
+            style.region = region
+        parallelize_module(model.get_submodule(name), mesh, style, src_data_rank=None)
+    for name in owners:
+        share_heads(model.get_submodule(name), degree)
+        guard_region(model.get_submodule(name), region)
+    tie_again(ties)
+    leave_fast_paths(model)
+    say(describe(model, plan, degree))
+
+
+def check_splittable(arguments: Arguments) -> None:
+    """Raises UsageError for arguments of Run that the tensor axis cannot keep."""
+    if arguments.exact:
+        raise UsageError(
+            "exact=True adds gradients in an order of its own and goes with parallel='ddp' only. Leave one of them out."
+        )
+    if arguments.compress == "powersgd":
+        raise UsageError(
+            "compress='powersgd' looks at whole matrices of gradients, of which tensor= leaves each rank a part. Take 'bf16' or "
+            "'fp16', or leave one of them out."
+        )
+
+
+def split_owners(model: nn.Module, plan: Plan) -> list[str]:
+    """The modules whose forward works on shares: those around layers that are split by outputs and not gathered."""
+    found: dict[str, None] = {}
+    for name, style in plan.items():
+        if isinstance(style, Columns) and not style.gathered:
+            found[name.rpartition(".")[0]] = None
+    return list(found)
+
+
+def check_divides(name: str, layer: nn.Module, style: ParallelStyle, degree: int) -> None:
+    if isinstance(style, Heads):
+        assert isinstance(layer, nn.MultiheadAttention)
+        _check_count(name, "num_heads", layer.num_heads, degree)
+    elif isinstance(style, Columns):
+        _check_size(name, "outputs", num_outputs(layer) // style.parts, degree)
+    elif isinstance(style, Rows):
+        _check_size(name, "inputs", num_inputs(layer), degree)
+    elif isinstance(style, Vocabulary):
+        _check_size(name, "rows", getattr(layer, "num_embeddings", 0), degree)
+
+
+def _check_size(name: str, what: str, size: int, degree: int) -> None:
+    if size % degree:
+        raise UsageError(
+            f"{name} has {size} {what}, which tensor={degree} does not divide. {_nearest(size, degree)} "
+            f"Or keep it whole: Parallel(tensor={degree}, plan={{..., {name!r}: 'whole'}})."
+        )
+
+
+def check_heads(name: str, module: nn.Module, plan: Plan, degree: int) -> None:
+    """Attention heads are never cut in two."""
+    for attribute in HEAD_COUNTS:
+        count = getattr(module, attribute, None)
+        if isinstance(count, int) and not isinstance(count, bool):
+            _check_count(name, attribute, count, degree)
+    width = getattr(module, "head_dim", None)
+    for child, layer in module.named_children():
+        style = plan.get(f"{name}.{child}")
+        if isinstance(width, int) and isinstance(style, Columns) and num_outputs(layer) % (style.parts * width) == 0:
+            _check_count(f"{name}.{child}", "heads", num_outputs(layer) // (style.parts * width), degree)
+
+
+def _check_count(name: str, attribute: str, count: int, degree: int) -> None:
+    if count % degree:
+        raise UsageError(
+            f"{name} has {attribute}={count}, which tensor={degree} does not divide: a head cannot be cut in two. "
+            f"{_nearest(count, degree)}"
+        )
+
+
+def _nearest(count: int, degree: int) -> str:
+    divisors = sorted((n for n in range(1, count + 1) if count % n == 0), key=lambda n: (abs(n - degree), n))
+    return f"Nearest that fit: {', '.join(f'tensor={n}' for n in sorted(divisors[:3]))}."
+
+
+def share_heads(module: nn.Module, degree: int) -> None:
+    """What the module's forward reads as its number of heads is that of this rank."""
+    for attribute in (*HEAD_COUNTS, *PACKED_WIDTHS):
+        count = vars(module).get(attribute)
+        if isinstance(count, int) and not isinstance(count, bool):
+            setattr(module, attribute, count // degree)
+
+
+# -- parameters that several modules share
+
+
+def find_ties(model: nn.Module) -> Ties:
+    owners: dict[int, list[tuple[nn.Module, str]]] = defaultdict(list)
+    for module in model.modules():
+        for key, parameter in module.named_parameters(recurse=False):
+            owners[id(parameter)].append((module, key))
+    return [found for found in owners.values() if len(found) > 1]
+
+
+def settle_ties(model: nn.Module, plan: Plan, ties: Ties, *, is_given: bool) -> None:
+    """Layers that share a weight stay whole, unless all of them cut it in the same way.
+
+    is_given: the plan is the user's; then it is an error. Raises UsageError.
+    """
+    names = {id(module): name for name, module in model.named_modules()}
+    for tie in ties:
+        shared = [names[id(module)] for module, _ in tie]
+        if len({_cut(plan.get(name)) for name in shared}) == 1:
+            continue
+        if is_given:
+            raise UsageError(
+                f"{' and '.join(shared)} share one weight, and Parallel(plan=...) splits it in different ways: "
+                f"{', '.join(repr(plan.get(name, 'whole')) for name in shared)}. Split all of them by the same dim, as "
+                "'embedding_rowwise' and 'colwise_gather_output', or none."
+            )
+        for name in shared:
+            plan.pop(name, None)
+
+
+def _cut(style: Any) -> str:
+    return "whole" if style is None else str(style.weight) if isinstance(style, Split) else repr(style)
+
+
+def tie_again(ties: Ties) -> None:
+    for (first, key), *others in ties:
+        for module, other in others:
+            module.register_parameter(other, first._parameters[key])
+
+
+def leave_fast_paths(model: nn.Module) -> None:
+    """In evaluation PyTorch's encoders take kernels that know no split layers, and pack padded batches for them."""
+    for module in model.modules():
+        if isinstance(module, nn.TransformerEncoder):
+            module.enable_nested_tensor = module.use_nested_tensor = False
+        elif isinstance(module, nn.TransformerEncoderLayer):
+            module.activation_relu_or_gelu = 0  # which only the choice of the kernel reads
+
+
+def describe(model: nn.Module, plan: Plan, degree: int) -> str:
+    """One line: how much of the model is split, and which layers work alone."""
+    total = sum(p.numel() for p in model.parameters())
+    cut = sum(p.numel() for p in model.parameters() if is_cut(p))
+    alone = [name for name, style in plan.items() if isinstance(style, Columns) and style.gathered]
+    split = sum(not isinstance(style, Whole) for style in plan.values())
+    line = f"tensor={degree}: {split} layers split, with {cut / max(total, 1):.0%} of the parameters"
+    if alone:
+        line += f"; outputs gathered after {len(alone)} of them, whose neighbours are not known (Parallel(plan=...) says more)"
+    return line

@@ -1,0 +1,146 @@
+"""Layers split along the tensor axis against one process, in float64."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import instep
+from run_ranks import run_ranks
+from scenarios import CLASSES, FEATURES, adam, data, result
+
+TOLERANCE = 1e-9  # float64, a few steps
+
+
+class Encoder(nn.Module):
+    """nn.TransformerEncoder with dropout everywhere, and a padding mask."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self.into = nn.Linear(1, 8)
+        layer = nn.TransformerEncoderLayer(8, 4, 16, dropout=0.2, batch_first=True, **options)
+        self.encoder = nn.TransformerEncoder(layer, 2)
+        self.out = nn.Linear(8, CLASSES)
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        padding = x > 1.2
+        padding[:, 0] = False
+        rows = self.encoder(self.into(x[..., None]), src_key_padding_mask=padding)
+        return self.out(rows.masked_fill(padding[..., None], 0).mean(1))  # PyTorch's fast path has zeros there, too
+
+
+class Decoder(nn.Module):
+    """Cross-attention, a causal mask, lengths first, weights that are looked at."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.into = nn.Linear(1, 8)
+        self.layer = nn.TransformerDecoderLayer(8, 2, 12, dropout=0.0)
+        self.look = nn.MultiheadAttention(8, 4, kdim=4, vdim=4, bias=False)
+        self.out = nn.Linear(8, CLASSES)
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.into(x.T[..., None])  # (length, batch, 8)
+        mask = nn.Transformer.generate_square_subsequent_mask(FEATURES, dtype=h.dtype)
+        h = self.layer(h, h.flip(0), tgt_mask=mask)
+        looked, weights = self.look(h, h[..., :4], h[..., 4:])
+        return self.out(looked.mean(0) + weights.std())
+
+
+def words(x: Tensor) -> Tensor:
+    return (x.abs() * 7).long().clamp(max=23)
+
+
+class Llama(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        sizes = {"vocab_size": 24, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
+        heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "attention_dropout": 0.1}
+        self.model = LlamaForCausalLM(LlamaConfig(**sizes, **heads, tie_word_embeddings=True))
+        self.double()
+        self._tp_plan = {f"model.{key}": value for key, value in self.model._tp_plan.items()}
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.model(words(x)).logits[:, -1, :CLASSES]
+
+
+class GPT2(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        from transformers import GPT2Config, GPT2LMHeadModel
+
+        self.model = GPT2LMHeadModel(GPT2Config(vocab_size=24, n_positions=8, n_embd=16, n_layer=2, n_head=4))
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.model(words(x)).logits[:, -1, :CLASSES]
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "encoder": Encoder,
+    "encoder, norm first": lambda: Encoder(norm_first=True, activation="gelu", bias=False),
+    "decoder": Decoder,
+    "llama": Llama,
+    "gpt2": GPT2,
+}
+SPLITS = {
+    "2 of a layer": instep.Parallel(tensor=2),
+    "2 copies": instep.Parallel(tensor=2, replicate=2),
+    "2 shards": instep.Parallel(tensor=2, shard=2),
+}
+
+
+def train(rank: int, size: int, name: str, parallel: Any) -> dict[str, Any]:
+    torch.manual_seed(1)
+    with instep.Run(global_batch=16, micro_batch=2, clip_norm=0.5, parallel=parallel) as run:
+        model = MODELS[name]()
+        optimizer = adam(model)
+        run.prepare(model, optimizer)
+        loader, test = run.loader(data(40), shuffle=True), run.loader(data(21))
+        history: list[Any] = []
+        for step in run.steps(loader, epochs=1):
+            for x, y in step:
+                step.backward(F.cross_entropy(model(x), y))
+            step.update()
+            history.append((step.index, step.loss, step.grad_norm))
+        values = [(float(F.cross_entropy(model(x), y)), len(y)) for x, y in run.evaluate(test)]
+        history.append((run.mean([v for v, _ in values], [n for _, n in values]), run.sum(len(values))))
+        assert sum(p.numel() for p in model.parameters()) == sum(p.numel() for p in MODELS[name]().parameters())
+        held = sum(p.to_local().numel() if hasattr(p, "to_local") else p.numel() for p in model.parameters())
+        return {**result(run, history, model), "held": held}
+
+
+@cache
+def alone(name: str) -> dict[str, Any]:
+    return run_ranks(train, 1, name, "ddp")[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "split"),
+    [
+        ("encoder", "2 copies"),
+        ("encoder, norm first", "2 of a layer"),
+        ("decoder", "2 of a layer"),
+        ("llama", "2 shards"),
+        ("gpt2", "2 of a layer"),
+    ],
+)
+def test_trains_as_one_process_does(name: str, split: str) -> None:
+    parallel = SPLITS[split]
+    expected = alone(name)
+    for rank in run_ranks(train, 2 if split == "2 of a layer" else 4, name, parallel):
+        for there, here in zip(expected["history"], rank["history"], strict=True):
+            assert here == pytest.approx(there, rel=TOLERANCE)
+        for key, value in expected["state"].items():
+            torch.testing.assert_close(rank["state"][key], value, rtol=TOLERANCE, atol=TOLERANCE, msg=key)
+        assert rank["held"] < 0.8 * expected["held"]

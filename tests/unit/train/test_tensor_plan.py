@@ -1,0 +1,149 @@
+"""Which layers are split along the tensor axis, and what is refused by name."""
+
+from __future__ import annotations
+
+import re
+from typing import Any, ClassVar
+
+import pytest
+from torch import nn
+
+import instep
+from instep.records.parallel import Parallel, read_parallel
+from instep.train.techniques.tensor.plan import find_plan, fits
+from instep.train.techniques.tensor.regions import draws
+from instep.train.techniques.tensor.split import check_divides, check_heads, find_ties, settle_ties, split_owners
+
+
+def sequence() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Dropout(0.1), nn.Linear(8, 4), nn.LayerNorm(4), nn.Linear(4, 6))
+
+
+def shown(model: nn.Module, degree: int = 2, plan: Any = None) -> dict[str, str]:
+    return {name: repr(style) for name, style in find_plan(model, plan, degree).items()}
+
+
+def test_pairs_layers_where_only_elements_lie_between() -> None:
+    assert shown(sequence()) == {
+        "0": "Columns(parts=1, gathered=False)",
+        "3": "Rows(whole_input=False)",
+        "5": "Columns(parts=1, gathered=True)",
+    }
+
+
+def test_knows_the_transformer_layers() -> None:
+    model = nn.Transformer(8, 2, 1, 1, 16, batch_first=True)
+    plan = shown(model)
+    assert plan["encoder.layers.0.self_attn"] == plan["decoder.layers.0.multihead_attn"] == "Heads()"
+    assert plan["decoder.layers.0.linear2"] == "Rows(whole_input=False)"
+    assert not any("out_proj" in name for name in plan)
+
+
+def test_an_embedding_follows_the_head_that_it_is_tied_to() -> None:
+    model = nn.ModuleDict({"tokens": nn.Embedding(8, 4), "places": nn.Embedding(8, 4), "head": nn.Linear(4, 8, False)})
+    model["head"].weight = model["tokens"].weight
+    assert shown(model) == {"head": "Columns(parts=1, gathered=True)", "tokens": "Vocabulary()"}
+
+
+class Own(nn.Module):
+    tp_plan: ClassVar[dict[str, str]] = {"layers.*.up": "colwise", "layers.*.down": "rowwise"}
+
+    def __init__(self) -> None:
+        super().__init__()
+        layer = {"up": nn.Linear(4, 8), "down": nn.Linear(8, 4)}
+        self.layers = nn.ModuleList([nn.ModuleDict(layer)])
+
+
+def test_a_models_own_plan_comes_before_what_is_recognised() -> None:
+    assert list(shown(Own())) == ["layers.0.up", "layers.0.down"]
+    assert shown(Own(), plan={"layers.0.up": "whole"}) == {"layers.0.up": "Whole()"}
+
+
+def test_a_star_stands_for_one_part_of_a_name() -> None:
+    assert fits("layers.3.up", "layers.*.up") and not fits("layers.3.mlp.up", "layers.*.up")
+
+
+@pytest.mark.parametrize(
+    ("model", "plan", "text"),
+    [
+        (
+            nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(4, 4)),
+            None,
+            "no way is known to split 0, a Conv2d, along the tensor axis. Say how with Parallel(tensor=..., plan={'0': ...}), keep "
+            "it whole on every rank with plan={'0': 'whole'}, or take shard= instead.",
+        ),
+        (
+            nn.Sequential(nn.Linear(4, 3)),
+            None,
+            "Sequential has no layer that tensor=2 could split: none of its linear layers has a number of outputs that 2 divides.",
+        ),
+        (
+            Own(),
+            {"layers.*.upp": "colwise"},
+            "Parallel(plan=...) names 'layers.*.upp', and the model has no such module.",
+        ),
+        (
+            Own(),
+            {"layers.*.up": "diagonal"},
+            "Parallel(plan=...) has 'layers.*.up': 'diagonal', which is no way to split",
+        ),
+        (
+            nn.ModuleDict({"attention": nn.MultiheadAttention(4, 2, add_zero_attn=True)}),
+            None,
+            "attention is a MultiheadAttention with add_bias_kv or add_zero_attn, for which no way to split it by heads is built.",
+        ),
+    ],
+)
+def test_refuses_what_it_cannot_split_by_name(model: nn.Module, plan: Any, text: str) -> None:
+    with pytest.raises(instep.UsageError, match=re.escape(text)):
+        find_plan(model, plan, 2)
+
+
+def test_heads_are_never_cut_in_two() -> None:
+    attention = nn.MultiheadAttention(12, 6)
+    text = "attention has num_heads=6, which tensor=4 does not divide: a head cannot be cut in two. Nearest that fit: tensor=2"
+    with pytest.raises(instep.UsageError, match=re.escape(text)):
+        check_divides("attention", attention, find_plan(nn.ModuleDict({"a": attention}), None, 4)["a"], 4)
+
+
+class Grouped(nn.Module):
+    """Attention whose keys have fewer heads than its queries."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head_dim = 4
+        self.q_proj, self.k_proj, self.o_proj = nn.Linear(16, 16), nn.Linear(16, 8), nn.Linear(16, 16)
+
+
+def test_heads_of_keys_are_counted_by_themselves() -> None:
+    model = nn.ModuleDict({"attn": Grouped()})
+    plan = find_plan(model, {"attn.q_proj": "colwise", "attn.k_proj": "colwise", "attn.o_proj": "rowwise"}, 4)
+    assert split_owners(model, plan) == ["attn"]
+    with pytest.raises(instep.UsageError, match=re.escape("attn.k_proj has heads=2, which tensor=4 does not divide")):
+        check_heads("attn", model["attn"], plan, 4)
+
+
+def test_tied_layers_that_a_plan_would_part_are_refused() -> None:
+    model = nn.ModuleDict({"tokens": nn.Embedding(8, 4), "head": nn.Linear(4, 8, bias=False)})
+    model["head"].weight = model["tokens"].weight
+    plan = find_plan(model, {"head": "colwise_gather_output"}, 2)
+    with pytest.raises(
+        instep.UsageError, match=re.escape("tokens and head share one weight, and Parallel(plan=...) splits")
+    ):
+        settle_ties(model, plan, find_ties(model), is_given=True)
+    settle_ties(model, plan, find_ties(model), is_given=False)
+    assert not plan
+
+
+def test_a_plan_without_a_tensor_axis_is_refused() -> None:
+    with pytest.raises(
+        instep.UsageError, match=re.escape("has a plan, which says how to split layers, and tensor=1 splits none")
+    ):
+        read_parallel(Parallel(shard=2, plan={"a": "colwise"}))
+
+
+def test_sees_whether_a_module_draws() -> None:
+    assert draws(sequence()) and not draws(nn.Linear(2, 2))
+    with_number = nn.Module()
+    with_number.attention_dropout = 0.1
+    assert draws(with_number)
