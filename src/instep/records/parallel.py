@@ -73,7 +73,7 @@ def read_parallel(value: object) -> Parallel:
 
 
 def _check_average(parallel: Parallel) -> None:
-    every = parallel.average_every
+    every: object = parallel.average_every
     if isinstance(every, bool) or not isinstance(every, int) or every < 1:
         raise UsageError(f"Parallel(average_every={every!r}): it is a number of steps, at least 1.")
     if every > 1 and any(getattr(parallel, axis) != 1 for axis in AXES if axis != "replicate"):
