@@ -68,12 +68,11 @@ def read_parallel(value: object) -> Parallel:
             raise UsageError(
                 f"parallel: the axis {axis} is not built yet in this version of instep; replicate and shard are."
             )
-    _check_average(parallel)
+    _check_average(parallel.average_every, parallel)
     return parallel
 
 
-def _check_average(parallel: Parallel) -> None:
-    every: object = parallel.average_every
+def _check_average(every: object, parallel: Parallel) -> None:
     if isinstance(every, bool) or not isinstance(every, int) or every < 1:
         raise UsageError(f"Parallel(average_every={every!r}): it is a number of steps, at least 1.")
     if every > 1 and any(getattr(parallel, axis) != 1 for axis in AXES if axis != "replicate"):
