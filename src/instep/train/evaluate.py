@@ -38,7 +38,10 @@ def _batches(run: Run, loader: Loader) -> Iterator[Any]:
     run._evaluating = True
     number = 0
     sharded = [trained.reducer for trained in run._trained if isinstance(trained.reducer, ShardReducer)]
+    stages = [pipeline.sharded for pipeline in run._pipelines if pipeline.sharded is not None]
     try:
+        for held in stages:
+            held.gather()
         while (own := epoch.has_next()) or run._is_sharded:
             batches = epoch.next_step() if own else ()
             turns = _agree_on_turns(run, len(batches))
@@ -56,6 +59,8 @@ def _batches(run: Run, loader: Loader) -> Iterator[Any]:
     finally:
         for reducer in sharded:
             reducer.end_evaluation()
+        for held in stages:
+            held.scatter()
         run._evaluating = False
         torch.set_grad_enabled(gradients)
         for module, training in modes:

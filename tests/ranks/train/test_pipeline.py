@@ -108,7 +108,9 @@ TRAININGS: dict[str, Callable[..., dict[str, Any]]] = {
     "adamw, dropout": lambda **split: train(lambda: Deep(0.3), clip_norm=0.1, **split),
     "sgd, by value, a chain": lambda **split: train(chain, optimizer_of=sgd, clip_value=0.01, **split),
     "token mean": lambda **split: train(Deep, token_mean, **split),
-    "batch norm": lambda **split: train(lambda: Deep(norm=True), optimizer_of=sgd, source_of=even_data, **split),
+    "batch norm": lambda **split: train(
+        lambda: Deep(norm=True), optimizer_of=sgd, source_of=even_data, micro_batch=4, **split
+    ),
     "tied over stages": lambda **split: train(lambda: Deep(tied=True), clip_norm=0.1, **split),
     "groups and schedule": lambda **split: train(Deep, optimizer_of=two_groups, scheduler_of=step_lr, **split),
     "not finite": lambda **split: train(Deep, infinite_once, **split),

@@ -115,7 +115,7 @@ def export(model: nn.Module, path: Path | str, world: World) -> None:
     target = Path(path)
     if target.suffix != ".safetensors":
         raise UsageError(f"run.export({str(path)!r}): the name has to end in .safetensors, as in 'model.safetensors'.")
-    state = unwrap(model).state_dict()
+    state = unwrap(model).state_dict(keep_vars=True)
     whole = _collect({plain_name(key): value for key, value in state.items() if isinstance(value, torch.Tensor)}, world)
     failure = None
     if world.is_main:
@@ -133,12 +133,12 @@ def _collect(state: dict[str, torch.Tensor], world: World) -> dict[str, torch.Te
     absent = [key for key, value in state.items() if is_absent(value)]
     lacking = world.gather_objects(absent, "run.export")
     if not any(lacking):
-        return {key: _whole(value) for key, value in state.items()}
+        return {key: _whole(value.detach()) for key, value in state.items()}
     wanted, found = set(lacking[0]), {}
     for key, value in state.items():
         holder = next(rank for rank, keys in enumerate(lacking) if key not in keys)
         if key not in absent:
-            whole = _whole(value).contiguous()
+            whole = _whole(value.detach()).contiguous()
             if world.is_main:
                 found[key] = whole
             elif key in wanted and world.rank == holder:

@@ -54,9 +54,14 @@ def fake_like(mode: FakeTensorMode, tensor: Tensor, device: torch.device, requir
         return torch.empty(tensor.shape, dtype=tensor.dtype, device=device).requires_grad_(requires_grad)
 
 
-def cut_off(value: Any) -> Any:
-    """The same fakes without the graph behind them."""
-    return tree_map(lambda v: v.detach().requires_grad_(v.requires_grad) if is_fake(v) else v, value)
+def without_graph(value: Any) -> Any:
+    """The same fakes, requiring no gradient, so that they may be used over and over and written in place."""
+    return tree_map(lambda v: v.detach() if is_fake(v) else v, value)
+
+
+def with_short_graph(value: Any) -> Any:
+    """The same fakes behind one operator: like a result, and no leaf, which may not be written in place."""
+    return tree_map(lambda v: v.detach().requires_grad_().clone() if is_fake(v) and v.requires_grad else v, value)
 
 
 @contextlib.contextmanager

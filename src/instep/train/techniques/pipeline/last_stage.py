@@ -46,7 +46,7 @@ def weigh_loss(
     if value == 0:
         roots = [tensor for tensor in received if tensor.requires_grad] or [next(parameters())]
         return _Nothing.apply(*roots)  # type: ignore[no-any-return]
-    return (loss * factor).reshape(())
+    return loss.sum() * factor  # shape (), and no view, which torch's zero-bubble schedules cannot detach
 
 
 class _Nothing(torch.autograd.Function):

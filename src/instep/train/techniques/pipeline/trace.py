@@ -23,13 +23,14 @@ from instep.train.techniques.pipeline.cut import Cuts
 from instep.train.techniques.pipeline.fakes import (
     Mixed,
     Watch,
-    cut_off,
     explained,
     fake_like,
     has_fake,
     is_fake,
     modes_of,
     new_mode,
+    with_short_graph,
+    without_graph,
 )
 from instep.train.techniques.pipeline.pieces import Piece, Pieces
 
@@ -168,10 +169,10 @@ class Probe:
         self._is_inside = True
         try:
             with self._modes[self._stage], self.watch:
-                output = cut_off(functional_call(holder, fakes, args, kwargs))
+                output = with_short_graph(functional_call(holder, fakes, args, kwargs))
         finally:
             self._is_inside = False
-        self.plan.outputs.append(output)
+        self.plan.outputs.append(without_graph(output))
         return output
 
     def _enter(self, piece: Piece, args: Any, kwargs: Any) -> Any:
@@ -186,8 +187,8 @@ class Probe:
         found = [leaves[i] for i in places]
         carried = tuple(Carried(tuple(t.shape), t.dtype, t.requires_grad) for t in found)
         fakes = [self.fake_of(self._stage, tensor) for tensor in found]
-        self.plan.boundaries.append(Boundary(places, carried, fakes))
-        return _put(leaves, spec, places, fakes)
+        self.plan.boundaries.append(Boundary(places, carried, without_graph(fakes)))
+        return _put(leaves, spec, places, with_short_graph(fakes))
 
     def finish(self, output: Any) -> Plan:
         if self._stage != self._cuts.count - 1:
@@ -262,7 +263,8 @@ class StageRun:
         if entry < self._target:
             return _put(leaves, spec, boundary.places, boundary.fakes)
         self._on_entry()
-        return _put(leaves, spec, boundary.places, self._received)
+        mine = [t.clone() if t.requires_grad else t for t in self._received]  # a module may write its input in place
+        return _put(leaves, spec, boundary.places, mine)
 
 
 def run_stage(pieces: Pieces, forward: Callable[..., Any], run: StageRun, plan: Plan, args: Any, kwargs: Any) -> Any:
