@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import instep
 from run_ranks import run_ranks
-from scenarios import CLASSES, FEATURES, adam, data, even_data, sgd, step_lr, two_groups
+from scenarios import CLASSES, FEATURES, adam, data, even_data, sgd, step_lr, two_groups, whole
 
 TOLERANCE = 1e-9  # float64, tens of steps
 
@@ -100,7 +100,7 @@ def train(
             if evaluate and step.ends_epoch:
                 values = [(float(F.cross_entropy(model(x), y)), len(y)) for x, y in run.evaluate(test)]
                 history.append((run.mean([v for v, _ in values], [n for _, n in values]), run.sum(len(values))))
-        state = {k: v.detach().clone() for k, v in model.state_dict().items() if not v.is_meta}
+        state = {k: whole(v).detach().clone() for k, v in model.state_dict().items() if not v.is_meta}
         return {"history": history, "state": state}
 
 
@@ -133,6 +133,7 @@ SCHEDULES: dict[str, tuple[int, Any]] = {
 }
 SHARDED: dict[str, tuple[int, Any]] = {
     "2 shards": (4, instep.Parallel(pipeline=2, shard=2)),
+    "2 copies of 2 shards": (8, instep.Parallel(pipeline=2, replicate=2, shard=2)),
     "2 shards, interleaved zero-bubble": (4, instep.Parallel(pipeline=2, shard=2, schedule="interleaved_zero_bubble")),
     "2 shards, zbv": (4, instep.Parallel(pipeline=2, shard=2, schedule="zbv")),
     "2 shards, dualpipev": (4, instep.Parallel(pipeline=2, shard=2, schedule="dualpipev")),
@@ -183,6 +184,26 @@ def check_equal_parts(expected: dict[str, Any], histories: list[list[Any]]) -> N
     for history in histories:
         for there, here in zip(expected["history"], history, strict=True):
             assert here == pytest.approx(there, rel=TOLERANCE)
+
+
+def play_sharded(rank: int, size: int, parallel: Any, tied: bool) -> dict[str, Any]:
+    return train(lambda: Loose(tied=tied), clip_norm=0.1, evaluate=True, explicit=size == 1, parallel=parallel)
+
+
+class Loose(Deep):
+    """Without a parameter of its own."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        del self.shift
+        self.shift = 0.0
+
+
+@pytest.mark.parametrize("split", SHARDED)
+def test_a_stage_may_be_sharded(split: str) -> None:
+    size, parallel = SHARDED[split]
+    tied = parallel.schedule == "1f1b"
+    check_equal(run_ranks(play_sharded, 1, "ddp", tied)[0], run_ranks(play_sharded, size, parallel, tied))
 
 
 def train_partly(rank: int, size: int, folder: str, parallel: Any, last: int) -> dict[str, Any]:

@@ -119,10 +119,12 @@ def make_pipeline(model: nn.Module, share: Share, split: Parallel, dtype: torch.
 
 def shard_stages(pipeline: Pipeline, mesh: DeviceMesh) -> None:
     """Shards what this rank has taken, over the ranks that hold the same. Every rank must call it."""
-    name_of = {id(parameter): name for name, parameter in pipeline.model.named_parameters()}
+    places = [(m, name, p) for m in pipeline.model.modules() for name, p in m._parameters.items() if p is not None]
     pipeline.sharded = ShardedStages(pipeline, mesh)
-    after = dict(pipeline.model.named_parameters())
-    pipeline.tied = tuple(replace(each, parameter=after[name_of[id(each.parameter)]]) for each in pipeline.tied)
+    sharded = {id(before): m._parameters[name] for m, name, before in places if m._parameters[name] is not before}
+    for module, name, before in places:  # its other names, in modules that run on other ranks
+        module._parameters[name] = sharded.get(id(before), before)
+    pipeline.tied = tuple(replace(tied, parameter=sharded[id(tied.parameter)]) for tied in pipeline.tied)
 
 
 def _check_units(model: nn.Module, cuts: Cuts, ranks: Sequence[int]) -> None:
