@@ -233,12 +233,12 @@ def policy(**arguments: Any) -> dict[str, Any]:
         return result(run, history, model)
 
 
-def contrastive(**arguments: Any) -> dict[str, Any]:
+def contrastive(*middle: nn.Module, **arguments: Any) -> dict[str, Any]:
     with instep.Run(global_batch=16, micro_batch=2, **arguments) as run:
-        model = mlp(nn.Dropout(0.3))
+        model = mlp(*middle or (nn.Dropout(0.3),))
         model.register_parameter("scale", nn.Parameter(torch.tensor(1.0, dtype=torch.float64)))
-        run.prepare(model, optimizer := adam(model))
-        train = run.loader(data(), shuffle=True)
+        run.prepare(model, optimizer := sgd(model) if middle else adam(model))
+        train = run.loader(even_data() if middle else data(), shuffle=True)
         history: list[Any] = []
         for step in run.steps(train, epochs=2):
             rows, targets = step.all_rows(lambda x, y: (model(x), y))
@@ -247,6 +247,24 @@ def contrastive(**arguments: Any) -> dict[str, Any]:
             step.backward(F.binary_cross_entropy_with_logits(similarity, same))
             step.update()
             history.append((step.index, step.loss, step.grad_norm, optimizer.param_groups[0]["lr"]))
+        return result(run, history, model)
+
+
+def two_towers(**arguments: Any) -> dict[str, Any]:
+    """A loss over two calls of all_rows that share a model, with one optimizer of two named."""
+    with instep.Run(global_batch=16, micro_batch=2, **arguments) as run:
+        shared, left, right = mlp(nn.Dropout(0.3)), nn.Linear(CLASSES, 4).double(), nn.Linear(CLASSES, 4).double()
+        model = nn.ModuleList([shared, left, right])
+        run.prepare(model, optimizer := adam(model))
+        unused = nn.Linear(2, 1)
+        run.prepare(unused, adam(unused))
+        history: list[Any] = []
+        for step in run.steps(run.loader(data(), shuffle=True), epochs=2):
+            one, two = step.all_rows(lambda x, y: left(shared(x))), step.all_rows(lambda x, y: right(shared(x)))
+            loss = F.cross_entropy(one @ two.T, torch.arange(len(one)))
+            step.backward(loss, optimizer=optimizer)
+            step.update(optimizer)
+            history.append((step.index, step.loss, step.grad_norm))
         return result(run, history, model)
 
 
@@ -292,5 +310,7 @@ SCENARIOS: dict[str, Callable[[], dict[str, Any]]] = {
     "gan": gan,
     "policy": policy,
     "contrastive": contrastive,
+    "contrastive, batch norm": lambda: contrastive(nn.BatchNorm1d(16).double()),
+    "two towers": two_towers,
     "accumulated passes": accumulated_passes,
 }

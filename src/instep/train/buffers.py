@@ -29,7 +29,7 @@ class Buffers:
 
     def __init__(self, world: World, say: Callable[[str], None], exact_slots: range | None) -> None:
         self._world, self._say, self._exact = world, say, exact_slots
-        self._is_active = False
+        self.is_active = False  # whether there are buffers that need care
         self._group: dist.ProcessGroup | None = None
         self._norms: list[_NormBase] = []
         self._others: list[tuple[str, nn.Module, str]] = []
@@ -46,19 +46,21 @@ class Buffers:
         norms = [m for m in model.modules() if isinstance(m, _NormBase) and m.running_mean is not None]
         names = ("running_mean", "running_var", "num_batches_tracked")
         cared = {id(buffer) for norm in norms for name in names if (buffer := getattr(norm, name)) is not None}
-        self._norms += [norm for norm in norms if not is_synchronised(norm)]
+        known = {id(norm) for norm in self._norms}  # of a module that belongs to two models
+        self._norms += [norm for norm in norms if not is_synchronised(norm) and id(norm) not in known]
+        others = {(id(module), name) for _, module, name in self._others}
         for prefix, module in model.named_modules():
             for name, buffer in module.named_buffers(recurse=False):
-                if id(buffer) not in cared:
+                if id(buffer) not in cared and (id(module), name) not in others:
                     self._others.append((f"{prefix}.{name}".lstrip("."), module, name))
         self._written = [-1] * len(self._others)
-        if not self._is_active and (self._norms or self._others):
-            self._is_active, self._group = True, self._world.new_group()
+        if not self.is_active and (self._norms or self._others):
+            self.is_active, self._group = True, self._world.new_group()
 
     # -- around a micro-batch's forward
 
     def begin(self, slot: int) -> None:
-        if not self._is_active:
+        if not self.is_active:
             return
         self._slot = slot
         if self._norms:
@@ -104,7 +106,8 @@ class Buffers:
         sizes = [target.numel() for target in targets]  # type: ignore[union-attr]
         with torch.no_grad():
             for target, part in zip(targets, vector.split(sizes)):
-                target.copy_(part.reshape(target.shape))  # type: ignore[union-attr]
+                # past autograd: a pipeline runs several forwards before a backward, which only checks that they are untouched
+                target.data.copy_(part.reshape(target.shape))  # type: ignore[union-attr]
 
     def _spread(self, per_layer: Tensor) -> Tensor:
         sizes = torch.tensor(self._sizes(), device=per_layer.device)
@@ -146,7 +149,7 @@ class Buffers:
 
     def combine(self, what: str) -> None:
         """Makes all cared-for buffers equal on all ranks. Every rank must call it; costs one all-gather, if any are."""
-        if not self._is_active:
+        if not self.is_active:
             return
         self.end()
         base = self._base if self._base is not None else self._read() if self._norms else None

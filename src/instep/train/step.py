@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from instep.errors import UsageError
+from instep.records.finding import CallSite
 from instep.train import seeds
 from instep.train.call_arguments import read_weight, show
 from instep.train.data.loader import MicroBatch, StepBatches
+from instep.train.exact_rows import backward_exactly
 from instep.train.forward_backward import check_functions, read_loss, take_apart
 from instep.train.position import LoopPosition
 from instep.train.reduce.words import Table
-from instep.train.rows import gather_rows
+from instep.train.rows import AllRows, backward_rows
+from instep.train.step_checks import check_backward, check_first_update, check_loss, check_place, is_unreached
 from instep.train.update import (
     Trained,
     clamp_gradients,
@@ -48,6 +52,9 @@ class Step:
         self._current: MicroBatch | None = None
         self._pass = -1
         self._reduced: dict[int, tuple[Table, float]] = {}
+        self._rows: list[AllRows] = []
+        self.in_backward = False
+        self.stray: CallSite | None = None  # a backward to rows that did not go through step.backward
         self._updates = 0
         self._updated_at: dict[int, tuple[int, int]] = {}  # pass and number of backwards of an optimizer's last update
         self._has_ended = False
@@ -115,7 +122,7 @@ class Step:
                 trained.reducer.lanes.skip()
             return
         check_loss(loss)
-        if run._exact and self._current is None:
+        if run._exact and self._current is None and not self._rows:
             raise UsageError(
                 "exact=True adds gradients in the order of micro-batches: call step.backward inside the inner loop, or leave "
                 "exact out."
@@ -123,19 +130,31 @@ class Step:
         if self._reference is None:  # the first step: slot 0's, once the ranks have met
             self._reference = value if given else run._slots.micro_batch
         factor = value / self._reference * run._loss_scale.value
+        inputs = [p for p in chosen[0].parameters() if p.requires_grad] if optimizer is not None else None
+        if run._exact and self._current is None:
+            backward_exactly(run, self, loss, value, given, factor, chosen, inputs)
+            return
         for trained in chosen:
             trained.reducer.lanes.open(self._reference, given)
             trained.reducer.enter_backward()
         try:
-            scaled = loss if factor == 1.0 else loss * factor
-            inputs = [p for p in chosen[0].parameters() if p.requires_grad] if optimizer is not None else None
-            scaled.backward(inputs=inputs)
+            self._run_backward(loss if factor == 1.0 else loss * factor, inputs)
+            # Each rank adds its own rows' share to a sum of which the mean over ranks is taken.
+            share = float(run._grid.data.size)
+            backward_rows(run, self._rows, self._batches, share, inputs, lambda *_: nullcontext())
         finally:
             for trained in chosen:
                 trained.reducer.leave_backward()
         weighted = loss.detach() * value if loss.device.type != "cpu" else float(loss.detach()) * value
         for trained in chosen:
             trained.reducer.lanes.count(value, weighted)
+
+    def _run_backward(self, scaled: Tensor, inputs: list[Tensor] | None) -> None:
+        self.in_backward = True
+        try:
+            scaled.backward(inputs=None if inputs is None else [*inputs, *(rows.anchor for rows in self._rows)])
+        finally:
+            self.in_backward = False
 
     def forward_backward(
         self, model: Any, loss_fn: Callable[..., Any], optimizer: torch.optim.Optimizer | None = None
@@ -168,23 +187,22 @@ class Step:
         """
         if not callable(fn):
             raise UsageError(
-                f"step.all_rows got a {type(fn).__name__}; it takes a function of a micro-batch, such as the model, and calls "
+                f"step.all_rows got {show(fn)}; it takes a function of a micro-batch, such as the model, and calls "
                 "it itself: rows = step.all_rows(model)."
             )
-        if self._run._exact:
-            raise UsageError("exact=True does not reach step.all_rows yet: leave exact out.")
         if self._run._is_sharded:
             raise UsageError("step.all_rows does not reach sharded models yet: train with parallel='ddp'.")
         self._begin_pass()
         try:
-            return gather_rows(self._run, self, fn, self._batches)
+            self._rows.append(AllRows(self._run, self, fn))
+            return self._rows[-1].gather(self._batches)
         finally:
             self._current = None
             seeds.set_generators(seeds.OUTSIDE, self._run._seed, self.index, self._pass + 1)
 
     def reduce(self, optimizer: torch.optim.Optimizer | None = None) -> None:
         """Makes `param.grad` final: averaged, unscaled, equal on all ranks. Every rank must call it; update() follows."""
-        self._check_place("step.reduce")
+        check_place(self, "step.reduce")
         for trained in self._run._choose(optimizer, "step.reduce"):
             table, factor = self._reduce(trained)
             scale_gradients(trained.reducer.gradients(), factor)
@@ -195,17 +213,7 @@ class Step:
             return self._reduced[id(trained)]
         run = self._run
         trained.check_kept()
-        stray = trained.reducer.stray
-        if stray is not None:
-            raise UsageError(
-                f"loss.backward() at {stray} went past step.backward(loss), so its gradients would not be averaged as "
-                f"the step's are. Write step.backward(loss) there: {stray.source}"
-            )
-        if not self._backwards and self._pass < 0:
-            raise UsageError(
-                f"step.update() of step {self.index} came before any backward. Iterate the step and call "
-                "step.backward(loss) for its micro-batches first."
-            )
+        check_backward(self, trained)
         if 0 < self._with_backward < len(self._batches):
             run._observer.say(
                 "micro-batches without step.backward (after continue, or left by break) count with weight 0 (said once); "
@@ -225,45 +233,11 @@ class Step:
         optimizer: only that one, where several were prepared; may be called several times in a step.
         Raises UsageError for gradients that came past step.backward and for an update before any backward.
         """
-        self._check_place("step.update")
+        check_place(self, "step.update")
         for trained in self._run._choose(optimizer, "step.update"):
-            if self._updated_at.get(id(trained)) == (self._pass, self._backwards):
-                raise UsageError(
-                    f"step.update() of step {self.index} came a second time without a step.backward in between. Call it once, "
-                    "after the loop over the step's micro-batches; with several optimizers name each: step.update(optimizer)."
-                )
+            check_first_update(self, trained)
             self._update(trained)
         self._run._after_update(self)
-
-    def _check_place(self, call: str) -> None:
-        """Raises UsageError for a call from inside the inner loop, or from behind the outer one."""
-        if self._has_ended:
-            raise UsageError(
-                f"{call}() came when step {self.index} had ended already, so its gradients are gone. Call it inside the loop over "
-                "run.steps, after the loop over the step's micro-batches."
-            )
-        if self._current is not None:
-            raise UsageError(
-                f"{call}() of step {self.index} was called inside the loop over the step's micro-batches, of which each rank has "
-                "some. Call it once, after that loop: one level less of indentation."
-            )
-
-    def _note_unreached(self, trained: Trained, table: Table) -> bool:
-        """Whether backward ran and no parameter of this optimizer got a gradient, on any rank."""
-        reached = not table.counted or not table.used.size or bool(table.used.any())
-        trained.reached |= bool(table.counted) and reached
-        if reached:
-            return False
-        name = type(trained.optimizer).__name__
-        if not trained.reached and len(self._run._trained) == 1:
-            raise UsageError(
-                f"no parameter of {name} got a gradient in step {self.index}: the loss does not come from the model that "
-                "run.prepare took. Call that model, not a copy of it or the one before a change of its parameters."
-            )
-        self._run._observer.say(
-            f"no parameter of {name} got a gradient in a step, so its update does nothing (said once)"
-        )
-        return True
 
     def _update(self, trained: Trained) -> None:
         run = self._run
@@ -274,7 +248,7 @@ class Step:
         if not table.counted:
             self.skipped = True
             run._observer.say("a step had no micro-batch with a backward on any rank: skipped (said once)")
-        elif self._note_unreached(trained, table):
+        elif is_unreached(self, trained, table):
             self.skipped = True
         else:
             gradients = trained.reducer.gradients()
@@ -292,7 +266,7 @@ class Step:
             if run._next_reference is None and table.weights[0]:
                 run._next_reference = table.weights[0] / table.counted if table.given else run._slots.micro_batch
                 if not table.given:
-                    self.num_samples = int(table.weights[0])
+                    self.num_samples = self._rows[0].num_samples if self._rows else int(table.weights[0])
         trained.reducer.finish()
         self._updates += 1
         trained.updates += 1
@@ -327,23 +301,3 @@ class Step:
         if run._next_reference is not None:
             run._reference, run._next_reference = run._next_reference, None
         run._keep_step()
-
-
-def check_loss(loss: object) -> None:
-    """Raises UsageError for what has no backward."""
-    if not isinstance(loss, Tensor):
-        raise UsageError(f"step.backward got {show(loss)}; it takes the loss, a tensor of shape ().")
-    if loss.numel() != 1:
-        raise UsageError(
-            f"step.backward got a loss of shape {tuple(loss.shape)}; it has to be a scalar, a mean over the samples: loss.mean()."
-        )
-    if loss.is_complex():
-        raise UsageError(
-            f"step.backward got a complex loss ({str(loss.dtype).removeprefix('torch.')}), which has no least value. Give it a "
-            "real number: loss.abs(), or loss.real."
-        )
-    if not loss.requires_grad:
-        raise UsageError(
-            "step.backward got a loss without a graph: it depends on no parameter that requires a gradient. Compute it "
-            "from the model's output outside torch.no_grad(), or pass weight=0 when this micro-batch has nothing to say."
-        )

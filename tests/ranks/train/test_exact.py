@@ -23,6 +23,7 @@ from scenarios import (
     Noisy,
     Stream,
     Tied,
+    contrastive,
     even_data,
     gan,
     mlp,
@@ -32,6 +33,7 @@ from scenarios import (
     token_mean,
     two_calls,
     two_groups,
+    two_towers,
 )
 
 
@@ -92,6 +94,9 @@ TRAININGS: dict[str, Callable[[], dict[str, Any]]] = {
     ),
     "gan": lambda: gan(exact=True),
     "policy": lambda: policy(exact=True),
+    "contrastive": lambda: contrastive(exact=True),
+    "contrastive, batch norm": lambda: contrastive(nn.BatchNorm1d(16).double(), exact=True),
+    "two towers": lambda: two_towers(exact=True),
 }
 
 

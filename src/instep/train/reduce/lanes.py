@@ -106,6 +106,10 @@ class Lanes:
             self._main = []
         self.next += 1
 
+    def drop_last(self) -> None:
+        """Takes back the gradients of the call just left, which another rank adds."""
+        self.all[self.next - 1].trees.clear()
+
     def count(self, weight: Any, weighted_loss: Any) -> None:
         """Notes the call just left."""
         self.all[self.next - 1].calls.append(Call(self._position, weight, weighted_loss))
