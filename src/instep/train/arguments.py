@@ -67,7 +67,9 @@ def read_arguments(given: Mapping[str, Any]) -> Arguments:
         if given[name] is not None:
             check_positive(name, given[name])
     if given["threads"] is not None and given["threads"] > MOST_THREADS:
-        raise UsageError(f"threads={given['threads']} has to be at most {MOST_THREADS}; cores of this machine are a good number.")
+        raise UsageError(
+            f"threads={given['threads']} has to be at most {MOST_THREADS}; cores of this machine are a good number."
+        )
     check_positive("keep", given["keep"])
     if isinstance(given["seed"], bool) or not isinstance(given["seed"], int):
         raise UsageError(f"seed={given['seed']!r} has to be a whole number.")

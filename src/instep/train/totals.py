@@ -56,8 +56,11 @@ def _host(call: str, value: Any) -> Any:
         value = value.detach().cpu()
         return value.item() if value.dim() == 0 else value
     kind = getattr(getattr(value, "dtype", None), "kind", "")  # of numpy's arrays and numbers
-    if plain_number(value) is not None or isinstance(value, complex) or (
-        isinstance(kind, str) and kind and kind in "biufc"):
+    if (
+        plain_number(value) is not None
+        or isinstance(value, complex)
+        or (isinstance(kind, str) and kind and kind in "biufc")
+    ):
         return value
     hint = " Give its values one by one." if isinstance(value, dict) else ""
     raise UsageError(
