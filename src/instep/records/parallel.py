@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from itertools import product
+from typing import Any
 
 from instep.errors import UsageError
+from instep.records.schedules import check_schedule, read_cut
 
 SHORT_NAMES = ("ddp", "zero1", "zero2", "zero3")
 AXES = ("replicate", "shard", "tensor", "pipeline")
@@ -19,7 +22,11 @@ class Parallel:
     pipeline: ranks that share the depth. One may be left to fill the rest (None).
 
     gathered: parameters stay whole between forward and backward, which saves a gather and costs their memory (zero2).
+    share_optimizer: copies share the optimizer's state out, and each steps a part of the parameters (zero1).
+    plan: how layers are split along the tensor axis, by name; None takes the model's own or what is recognised.
     average_every: above 1, copies train by themselves and take the mean of their parameters every so many steps.
+    schedule: the order in which a pipeline runs its micro-batches (records.schedules); cut: names of the modules that begin
+    its stages after the first, found from parameters and estimated time when None.
     """
 
     replicate: int | None = 1
@@ -27,7 +34,11 @@ class Parallel:
     tensor: int | None = 1
     pipeline: int | None = 1
     gathered: bool = False
+    share_optimizer: bool = field(default=False, kw_only=True)
+    plan: Mapping[str, Any] | None = field(default=None, hash=False, kw_only=True)
     average_every: int = 1
+    schedule: str = "1f1b"
+    cut: tuple[str, ...] | list[str] | None = None
 
     def describe(self) -> str:
         shown = [f"{axis}={getattr(self, axis)}" for axis in AXES if getattr(self, axis) != 1]
@@ -36,6 +47,7 @@ class Parallel:
 
 _BY_NAME = {
     "ddp": Parallel(replicate=None),
+    "zero1": Parallel(replicate=None, share_optimizer=True),
     "zero2": Parallel(shard=None, gathered=True),
     "zero3": Parallel(shard=None),
 }
@@ -50,8 +62,6 @@ def read_parallel(value: object) -> Parallel:
         parallel = value
     elif isinstance(value, str) and value in _BY_NAME:
         parallel = _BY_NAME[value]
-    elif value == "zero1":
-        raise UsageError("parallel='zero1' is not built yet in this version of instep; 'ddp', 'zero2' and 'zero3' are.")
     else:
         raise UsageError(
             f"parallel={value!r} is not a way to split a model. Allowed: {', '.join(map(repr, SHORT_NAMES))}, "
@@ -63,13 +73,25 @@ def read_parallel(value: object) -> Parallel:
             raise UsageError(f"Parallel({axis}={degree!r}): a degree is a whole number of at least 1, or None to fill.")
     if sum(getattr(parallel, axis) is None for axis in AXES) > 1:
         raise UsageError(f"{parallel.describe()}: only one degree may be None, the one that fills the rest.")
-    for axis in ("tensor", "pipeline"):
-        if getattr(parallel, axis) != 1:
-            raise UsageError(
-                f"parallel: the axis {axis} is not built yet in this version of instep; replicate and shard are."
-            )
+    if parallel.share_optimizer and (parallel.shard != 1 or parallel.average_every > 1):
+        other = "shard" if parallel.shard != 1 else "average_every"
+        raise UsageError(
+            f"Parallel(share_optimizer=True, {other}={getattr(parallel, other)}): copies that are equal after every step share "
+            f"their optimizer's state out, and with {other} there are none. Leave one of them out."
+        )
+    if parallel.plan is not None and parallel.tensor == 1:
+        raise UsageError(f"{parallel.describe()} has a plan, which says how to split layers, and tensor=1 splits none.")
     _check_average(parallel.average_every, parallel)
-    return parallel
+    return _read_pipeline(parallel)
+
+
+def _read_pipeline(parallel: Parallel) -> Parallel:
+    cut = read_cut(parallel.cut)
+    check_schedule(parallel.schedule, cut, parallel.pipeline if parallel.pipeline != 1 else None)
+    if parallel.pipeline == 1 and (cut is not None or parallel.schedule != "1f1b"):
+        given = f"cut={list(cut)}" if cut is not None else f"schedule={parallel.schedule!r}"
+        raise UsageError(f"Parallel({given}) is for a pipeline, and pipeline is 1: give pipeline=2 or more as well.")
+    return replace(parallel, cut=cut)
 
 
 def _check_average(every: object, parallel: Parallel) -> None:
@@ -87,7 +109,9 @@ def fit(parallel: Parallel, world_size: int) -> Parallel:
     given = [getattr(parallel, axis) for axis in AXES]
     known = math.prod(degree for degree in given if degree is not None)
     if None in given and world_size % known == 0:
-        return replace(parallel, **{AXES[given.index(None)]: world_size // known})
+        filled = replace(parallel, **{AXES[given.index(None)]: world_size // known})
+        check_schedule(filled.schedule, read_cut(filled.cut), filled.pipeline if filled.pipeline != 1 else None)
+        return filled
     if None not in given and known == world_size:
         return parallel
     word = "rank" if world_size == 1 else "ranks"
@@ -104,4 +128,4 @@ def _nearest(given: list[int | None], world_size: int, most: int = 3) -> list[st
     choices = [divisors if axis in used else [1] for axis in AXES]
     fitting = [degrees for degrees in product(*choices) if math.prod(degrees) == world_size]
     fitting.sort(key=lambda degrees: sum(abs(math.log2(a / b)) for a, b in zip(degrees, wanted)))
-    return [Parallel(*degrees).describe() for degrees in fitting[:most]]
+    return [Parallel(**dict(zip(AXES, degrees))).describe() for degrees in fitting[:most]]

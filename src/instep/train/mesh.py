@@ -124,4 +124,6 @@ def build_mesh(split: Parallel, world: World) -> DeviceMesh:
 def data_mesh(mesh: DeviceMesh) -> DeviceMesh:
     """Its axes replicate and shard, where they are."""
     axes = tuple(axis for axis in ("replicate", "shard") if axis in (mesh.mesh_dim_names or ()))
-    return mesh if axes == mesh.mesh_dim_names else mesh[axes] if len(axes) > 1 else mesh[axes[0]]
+    if axes == mesh.mesh_dim_names:
+        return mesh
+    return mesh[axes] if len(axes) > 1 else mesh["".join(axes)]
