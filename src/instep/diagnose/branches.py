@@ -42,9 +42,9 @@ def compare(one: Position, two: Position) -> Fork | None:
         return None
     return (
         _branch(source, one, two, first, second)
-        or _left_loop(source, one, two, first, second)
         or _inside_call(one, two, first)
         or _inside_call(two, one, second)
+        or _left_loop(source, one, two, first, second)
     )
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from instep.diagnose.hang import Hang, classify
-from instep.diagnose.run_view import Frame, Position, RankView, RunView, is_worker, name_ranks
+from instep.diagnose.run_view import Frame, Position, RankView, RunView, name_ranks
 from instep.diagnose.source import Source, load
 from instep.records.finding import CallSite
 
@@ -121,10 +121,11 @@ def _polling_loop(position: Position) -> CallSite | None:
 def _worker_frame(view: RankView) -> tuple[Frame, bool] | None:
     """The innermost user's line in a worker process of a data loader, and whether it is the innermost of all."""
     for stack in view.worker_stacks:
-        if is_worker(stack):
-            own = next((frame for frame in stack if frame.own), None)
-            if own is not None:
-                return own, own is stack[0]
+        names = [frame.name for frame in stack]
+        inside = stack[: names.index("_worker_loop")] if "_worker_loop" in names else ()
+        own = next((frame for frame in inside if frame.own), None)  # further out is where the rank was when it forked
+        if own is not None:
+            return own, own is stack[0]
     return None
 
 

@@ -343,7 +343,10 @@ def _places(nodes: dict[str, Any]) -> dict[int, Place]:
 
 
 def _exits_elsewhere(nodes: dict[str, Any]) -> dict[str, Any]:
-    return {str(rank): exit for row in nodes["nodes"] for rank, exit in (row.get("exits") or {}).items()}
+    found: dict[str, Any] = {}
+    for row in nodes["nodes"]:
+        found |= row.get("exits") or {}
+    return found
 
 
 def _read_rank(

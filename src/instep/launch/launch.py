@@ -84,6 +84,7 @@ def launch(spec: LaunchSpec, words: tuple[str, ...], hooks: Hooks, say: Say) -> 
             each.close()
         if code is None and watch is not None:
             watch.leave_nodes()
+    assert watch is not None and code is not None
     outcome = _conclude(watch.group, code, run_dir, before, say)
     return _with_other_nodes(outcome, watch)
 

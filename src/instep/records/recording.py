@@ -188,6 +188,11 @@ class Page:
     def started(self) -> float:
         return HEADER.unpack_from(self.data)[5]
 
+    def by_wall_clock(self, when: float) -> float:
+        """A time of the rank's monotonic clock in seconds since the epoch."""
+        monotonic, wall = HEADER.unpack_from(self.data)[5:7]
+        return wall + when - monotonic
+
     @property
     def num_marks(self) -> int:
         return self._u64(NUM_MARKS)

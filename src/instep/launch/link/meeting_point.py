@@ -57,14 +57,14 @@ class MeetingPoint:
     def _greet(self, channel: socket.socket) -> None:
         reader = LineReader(MOST_HELLO_BYTES)
         try:
-            hello, *early = read_hello(channel, reader) or [None]
+            told = read_hello(channel, reader)
         finally:
             self._strangers.release()
-        if hello is None or not hmac.compare_digest(str(hello.get("token", "")).encode(), self.token.encode()):
+        if told is None or not hmac.compare_digest(str(told[0].get("token", "")).encode(), self.token.encode()):
             channel.close()
             return
         reader.most_bytes = MOST_LINE_BYTES
-        self.arrive(Connection(channel, self.hear, reader, early), hello)
+        self.arrive(Connection(channel, self.hear, reader, told[1:]), told[0])
 
 
 def read_hello(channel: socket.socket, reader: LineReader) -> list[dict[str, Any]] | None:

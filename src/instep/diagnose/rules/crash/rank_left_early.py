@@ -16,6 +16,7 @@ When a network broke off after the first rank had ended.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 from instep.diagnose.branches import find_handler, ways_out
 from instep.diagnose.data_facts import find_uneven_lap, made_uneven_at
@@ -62,9 +63,14 @@ def check(run: RunView) -> Iterator[Finding]:
 
 
 def _ended_first(first: RankView, victim: RankView) -> bool:
-    """Whether the launcher saw the end with code 0 before the other's failure, on one machine: no network is between."""
-    ended, failed = (first.exit or {}).get("ended_at"), (victim.failure or {}).get("ended_at")
-    return bool(ended and failed and ended <= failed and first.place == victim.place)
+    """Whether it had begun to end, with code 0, before the other's failure, on one machine: no network is between."""
+    notes = [event.time for event in first.events if event.name in ("exit-called", "end", "ended")]
+    error: dict[str, Any] = (victim.failure or {}).get("error") or {}
+    if first.page is None or not error or first.place != victim.place:
+        return False
+    told = float(error["time"])
+    ended = [first.page.by_wall_clock(time) for time in notes] + [float((first.exit or {}).get("ended_at") or told)]
+    return min(ended) < told
 
 
 def exit_site(view: RankView) -> CallSite | None:

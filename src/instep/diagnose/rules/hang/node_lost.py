@@ -46,7 +46,7 @@ def check(run: RunView) -> Iterator[Finding]:
 
 def _is_missed(run: RunView, row: dict[str, Any]) -> bool:
     """A node whose ranks had all ended well before is not."""
-    exits = row.get("exits") or {}
+    exits: dict[str, Any] = row.get("exits") or {}
     return len(exits) < len(row["ranks"]) or any(exit["code"] != 0 for exit in exits.values())
 
 
