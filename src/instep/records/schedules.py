@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from instep.errors import UsageError
@@ -52,8 +53,9 @@ def read_cut(cut: object) -> tuple[str, ...] | None:
     """The cut points as a tuple. Raises UsageError for what are no names of modules."""
     if cut is None:
         return None
-    names = [cut] if isinstance(cut, str) else cut
-    if not isinstance(names, (list, tuple)) or not names or not all(isinstance(n, str) and n for n in names):
+    given: list[object] = list(cut) if isinstance(cut, (list, tuple)) else [cut]  # pyright: ignore[reportUnknownArgumentType]
+    names = [name for name in given if isinstance(name, str) and name]
+    if not names or len(names) < len(given):
         raise UsageError(
             f"Parallel(cut={cut!r}): cut points are the names of the modules that begin a new stage, as cut=['layers.4']."
         )
@@ -62,7 +64,7 @@ def read_cut(cut: object) -> tuple[str, ...] | None:
     return tuple(names)
 
 
-def stages_per_rank(schedule: str, cut: tuple[str, ...] | None, pipeline: int) -> int:
+def stages_per_rank(schedule: str, cut: Sequence[str] | None, pipeline: int) -> int:
     """How many stages each rank of a pipeline runs."""
     if cut is not None:
         return (len(cut) + 1) // pipeline

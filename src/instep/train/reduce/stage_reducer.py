@@ -77,6 +77,6 @@ class StageReducer(Reducer):
         twice = {id(tied.parameter) for tied in self._tied if not tied.counts_here}
         if not twice:
             return super().norm()
-        found = [p for p in self.parameters if p.grad is not None and id(p) not in twice]
-        cut, alike = ([local_part(p.grad) for p in found if is_cut(p) is wanted] for wanted in (True, False))
+        found = [(is_cut(p), local_part(p.grad)) for p in self.parameters if p.grad is not None and id(p) not in twice]
+        cut, alike = ([gradient for is_cut, gradient in found if is_cut is wanted] for wanted in (True, False))
         return norm_over_peers(cut, alike, self.grid, copies=0)

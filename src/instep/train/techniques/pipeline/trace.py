@@ -107,8 +107,9 @@ class Tracer:
         names = ", ".join(map(repr, self._cuts.names))
         probe = Probe(self._cuts, self._device, f"{self._kind} cannot be cut before {names}")
         for module, name, stage in self._pieces.loose:
-            fake = probe.fake_of(stage, module._parameters[name])
-            probe.plan.loose[id(module), name] = fake
+            parameter = module._parameters[name]
+            assert parameter is not None
+            probe.plan.loose[id(module), name] = probe.fake_of(stage, parameter)
         kept = [(module, name, module._parameters[name]) for module, name, _ in self._pieces.loose]
         self._pieces.run = probe
         try:
