@@ -74,13 +74,15 @@ def _enter(recorder: Recorder, losses: Losses, tensors: Any) -> tuple[int, float
 
 
 def _look_at_loss(recorder: Recorder, losses: Losses, loss: torch.Tensor, site: int) -> None:
-    if loss.numel() != 1 or loss.device.type != "cpu" or losses.noted >= 3:
+    if not loss.is_cpu or loss.numel() != 1 or losses.noted >= 3:
         return  # reading a loss on a device would make the host wait for it
     value = loss.item()
-    if isinstance(value, (int, float)) and not math.isfinite(value):
-        losses.noted += note_nonfinite(recorder, loss, site, list(losses.newest))
-    elif isinstance(value, (int, float)):
+    if isinstance(value, complex):
+        return
+    if math.isfinite(value):
         losses.newest.append(value)
+    else:
+        losses.noted += note_nonfinite(recorder, loss, site, list(losses.newest))
 
 
 @contained

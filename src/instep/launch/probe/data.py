@@ -25,7 +25,7 @@ from instep.records import recording as layout
 _ENTER, _LEAVE, _ENDED = (layout.KIND_NUMBER[name] for name in ("enter-data", "leave-data", "data-ended"))
 _DATA = layout.SECONDS_OF.index("data")
 _MOST_LISTED = 20000
-_PRINTED = 96  # batches of each of the first passes that get a print; later every eighth
+_PRINTED = 96  # batches of each of the first passes that get a print; later every 32nd
 
 
 @dataclass
@@ -302,6 +302,6 @@ def _fetched(recorder: Recorder, loaders: Loaders, iterator: Any, batch: Any, si
     if lap is not None:
         lap.samples += len(drawn)
     remember_batch(batch, drawn)
-    if (passes <= 3 and index <= _PRINTED) or index % 8 == 1:
+    if (passes <= 3 and index <= _PRINTED) or index % 32 == 1:
         leaves = list(tensors_in(batch))[:4]
         recorder.print_batch(number, passes, index, [print_tensor(tensor) for _, tensor in leaves])

@@ -42,7 +42,7 @@ def newest_sizes() -> list[list[float]]:
 def _sample(gradient: Any) -> float | None:
     if (
         gradient is None
-        or gradient.device.type != "cpu"
+        or not gradient.is_cpu
         or gradient.layout is not torch.strided
         or not gradient.numel()
     ):

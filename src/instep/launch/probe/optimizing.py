@@ -22,7 +22,7 @@ from instep.records import recording as layout
 _ENTER, _LEAVE = layout.KIND_NUMBER["enter-step"], layout.KIND_NUMBER["leave-step"]
 _STEP, _TOTAL, _STEPS, _OWN = (layout.SECONDS_OF.index(name) for name in ("step", "total", "steps", "usual_own"))
 _BACKWARD, _CPU = layout.SECONDS_OF.index("backward"), layout.SECONDS_OF.index("backward_cpu")
-_BLOCK_STEPS = 16
+_BLOCK_STEPS, _BLOCK_SECONDS = 16, 0.25  # at least: ending one takes 50 us
 _COLLECTIVE = layout.SECONDS_OF.index("collective")
 
 
@@ -35,7 +35,7 @@ class Optimizers:
         self.started = 0.0
         self.last_end = 0.0
         self.waited = 0.0
-        self.own = self.delayed = self.worked = 0.0
+        self.own = self.delayed = self.worked = self.next_block = 0.0
         self.counted = 0
         self.blocks: deque[float] = deque(maxlen=32)
 
@@ -62,8 +62,9 @@ class Optimizers:
             recorder.spend(_STEPS, 1)
             self.own += now - self.last_end - (waited - self.waited)
             self.counted += 1
-            if self.counted == _BLOCK_STEPS:
+            if self.counted >= _BLOCK_STEPS and now >= self.next_block:
                 self._end_block(recorder)
+                self.next_block = now + _BLOCK_SECONDS
         self.last_end, self.waited = now, waited
 
     def _end_block(self, recorder: Recorder) -> None:
@@ -72,7 +73,7 @@ class Optimizers:
         # Delays inside of waits are taken off twice; what the thread has worked is the least there can be.
         own = max(self.own - (delayed - self.delayed), worked - self.worked)
         if self.blocks or self.delayed:
-            self.blocks.append(max(0.0, own) / _BLOCK_STEPS)
+            self.blocks.append(max(0.0, own) / self.counted)
             recorder.spend(_OWN, statistics.median(self.blocks) - recorder.seconds[_OWN])
         self.own, self.counted, self.delayed, self.worked = 0.0, 0, delayed, worked
 
@@ -177,6 +178,7 @@ def _after(recorder: Recorder, optimizers: Optimizers, fingerprints: Fingerprint
     now = recorder.mark(_LEAVE, 0, 0, optimizers.site)
     recorder.spend(_STEP, now - optimizers.started)
     optimizers.account(recorder, now)
+    recorder.write_seconds()
     fingerprints.look(recorder.num_steps)
     look_for_kept_graphs(recorder)
     note_memory_kinds(recorder, optimizer)

@@ -19,6 +19,7 @@ from instep.launch.probe.sites import Sites
 from instep.records import recording as layout
 
 Answer = TypeVar("Answer")
+_ALL_SECONDS = struct.Struct(f"<{len(layout.SECONDS_OF)}d")
 _WAITS = (layout.KIND_NUMBER["enter-collective"], layout.KIND_NUMBER["enter-backward"])
 
 
@@ -99,9 +100,11 @@ class Recorder:
         layout.U64.pack_into(self.page, layout.NUM_STEPS, number)
 
     def spend(self, index: int, seconds: float) -> None:
-        total = self.seconds[index] + seconds
-        self.seconds[index] = total
-        layout.F64.pack_into(self.page, layout.SECONDS + 8 * index, total)
+        """Adds to a sum; `write_seconds` shows them all."""
+        self.seconds[index] += seconds
+
+    def write_seconds(self) -> None:
+        _ALL_SECONDS.pack_into(self.page, layout.SECONDS, *self.seconds)
 
     def print_batch(self, loader: int, lap: int, index: int, prints: list[int]) -> None:
         """Writes the print of the batch that is about to be used."""
@@ -119,8 +122,7 @@ class Recorder:
 
     def reset_seconds(self) -> None:
         """After the first steps, which are slower than the rest."""
-        for index in range(len(self.seconds)):
-            self.spend(index, -self.seconds[index])
+        self.seconds = [0.0] * len(layout.SECONDS_OF)
 
     def forget(self) -> None:
         """For a forked child, which is not this rank: it writes into memory of its own."""

@@ -30,7 +30,7 @@ def print_tensor(tensor: torch.Tensor) -> int:
 
     0 for what cannot be told cheaply: nothing in it, or on a device.
     """
-    if tensor.device.type != "cpu" or not tensor.numel() or tensor.layout is not torch.strided or tensor.is_quantized:
+    if not tensor.is_cpu or not tensor.numel() or tensor.layout is not torch.strided or tensor.is_quantized:
         return 0
     if tensor.requires_grad:
         tensor = tensor.detach()

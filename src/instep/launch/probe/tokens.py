@@ -16,7 +16,7 @@ _MEAN = 1
 @contained
 def count_tokens(recorder: Recorder, loss: torch.Tensor, site: int) -> None:
     """Only on the CPU: elsewhere it would make the host wait."""
-    if (recorder.backwards > 8 and recorder.backwards % _EVERY) or loss.device.type != "cpu":
+    if (recorder.backwards > 8 and recorder.backwards % _EVERY) or not loss.is_cpu:
         return
     node = find_mean_loss(loss.grad_fn)
     if node is None or node._saved_weight is not None:
