@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from instep.errors import UsageError
 from instep.train import seeds
+from instep.train.agree import agree
 from instep.train.call_arguments import show
 from instep.train.data.loader import Epoch, Loader, MicroBatch
 from instep.train.position import LoopPosition
@@ -50,6 +51,8 @@ def _data_steps(
         per_epoch = None
     total = steps if steps is not None else epochs * per_epoch if epochs is not None and per_epoch is not None else None
     done = position.taken
+    asked = {"epochs": epochs, "steps": steps, **loader.describe()}
+    agree(asked, run._entered(), "run.steps", "data or another number of steps")
     run._observer.plan(total, done)
     while (epochs is None or position.epoch < epochs) and (steps is None or position.taken < steps):
         epoch = loader.start_epoch(position.epoch, position.step, position.streams, spread=run._spread_short_steps)
@@ -92,6 +95,7 @@ def _any_rank_has(run: Run, epoch: Epoch) -> bool:
 
 def _slot_steps(run: Run, position: LoopPosition, steps: int) -> Iterator[Step]:
     run._observer.plan(steps, position.taken)
+    agree({"steps": steps}, run._entered(), "run.steps", "numbers of steps")
     while position.taken < steps:
         slots = [MicroBatch(slot, run._slots.micro_batch, slot) for slot in run._slots.local]
         yield from _one(run, Step(run, position, slots, ends_epoch=False))

@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from instep.errors import RanksDisagree, UsageError
 from instep.records.parallel import Parallel, fit, read_parallel
+from instep.train.agree import agree, describe_parts
 from instep.train.call_arguments import read_flag
 from instep.train.fused import choose_fused
 from instep.train.mesh import build_mesh, data_mesh, num_peers
@@ -75,6 +76,8 @@ def prepare_parts(
     if optimizer is not None:
         check_optimizer(optimizer, [*run._models, model])
     read_flag("run.prepare", "sync_batch_norm", sync_batch_norm)
+    parts = describe_parts(optimizer, scheduler) | {"schedule_every": every, "sync_batch_norm": sync_batch_norm}
+    agree(parts, world, f"run.prepare of model {len(run._models)}", "parts")
     if not check_new(model, optimizer, run._models, [trained.optimizer for trained in run._trained]):
         number = next(i for i, known in enumerate(run._models) if known is model)
         run._trained.append(_take_optimizer(run, model, optimizer, scheduler, every, split, f"model {number}"))

@@ -17,6 +17,7 @@ from instep import settings
 from instep.errors import InstepError, RanksDisagree, UsageError
 from instep.records.parallel import Parallel, fit
 from instep.train import keeping, seeds
+from instep.train.agree import agree
 from instep.train.arguments import Arguments, read_arguments
 from instep.train.buffers import Buffers
 from instep.train.call_arguments import check_module, check_sendable, read_flag, read_number, read_path, show
@@ -108,7 +109,7 @@ class Run:
     def _begin(self, arguments: Arguments, world: World) -> None:
         split = fit(arguments.parallel, world.size)
         self._slots = self._plan_slots(split)
-        agree_on_arguments(arguments, world)
+        agree(arguments.as_json(), world, "instep.Run", "arguments")
         if arguments.exact:
             check_exact_sizes(self._slots)
         self._observer = Observer(
@@ -482,16 +483,3 @@ class Run:
         self._observer.say(f"asked to stop (SIGTERM): {kept} after step {index - 1}, all ranks end")
         raise SystemExit(143)
 
-
-def agree_on_arguments(arguments: Arguments, world: World) -> None:
-    """Raises RanksDisagree, naming the argument and the ranks, before any rank waits for another."""
-    mine = arguments.as_json()
-    everyone = world.gather_objects(mine, "instep.Run")
-    for name in mine:
-        values = [theirs[name] for theirs in everyone]
-        for rank, value in enumerate(values):
-            if value != values[0]:
-                raise RanksDisagree(
-                    f"The ranks came to instep.Run with different arguments: {name}={values[0]!r} on rank 0, "
-                    f"{name}={value!r} on rank {rank}. Give all of them the same."
-                )

@@ -13,6 +13,7 @@ from torch import Tensor
 from instep.errors import UsageError
 from instep.records.finding import CallSite
 from instep.train import seeds
+from instep.train.agree import agree, describe_groups, digest_rates
 from instep.train.call_arguments import read_weight, show
 from instep.train.data.loader import MicroBatch, StepBatches
 from instep.train.exact_rows import backward_exactly
@@ -220,7 +221,10 @@ class Step:
                 "leaving the loop by break makes the numbers depend on the number of processes"
             )
         call = (self.index * 64 + self._updates * 8 + run._trained.index(trained)) % (1 << 24)
+        trained.reducer.rates = digest_rates(trained.optimizer)
         table = trained.reducer.reduce(call, run._stop_asked, self._name())
+        if len(set(table.rates)) > 1:
+            agree(describe_groups(trained.optimizer), trained.reducer.world, self._name(), "settings of the optimizer")
         run._buffers.combine(self._name())
         run._stop_agreed |= run._grid.agree(table.stop, self._name())
         factor = trained.reducer.final_factor(table) / run._loss_scale.value if table.counted else 1.0

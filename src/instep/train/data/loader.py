@@ -10,6 +10,7 @@ import torch
 
 from instep.errors import UsageError
 from instep.records.choice import Choice
+from instep.train.agree import describe_data
 from instep.train.call_arguments import read_flag, show
 from instep.train.data.epoch import Epoch, MicroBatch, StepBatches
 from instep.train.data.feed import Feed, IndexedFeed, StreamFeed
@@ -131,6 +132,15 @@ class Loader:
                 "run.steps(loader, steps=...)."
             )
         return count // per_step if source.drop_last and source.batch_sampler is None else -(-count // per_step)
+
+    def describe(self) -> dict[str, Any]:
+        """What has to be the same on all ranks."""
+        source = self._source
+        kept = source.sampler if source.batch_sampler is None else source.batch_sampler
+        found = {"shuffle": source.shuffle, "drop_last": source.drop_last, **describe_data(self.dataset)}
+        if kept is not None:
+            found["sampler"] = type(kept).__name__
+        return found if source.is_stream else {"samples": num_samples(source), **found}
 
     def __iter__(self) -> NoReturn:
         raise TypeError(

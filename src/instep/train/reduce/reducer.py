@@ -38,6 +38,7 @@ class Reducer:
     """Every rank makes the same calls, in the same order, except `begin_micro_batch` and what happens in a backward."""
 
     num_positions = 1  # words say the sums over this rank's micro-batches
+    rates = 0  # a digest that has to be the same on all ranks, see `Note`
     grid: Grid | None = None  # where ranks hold different parts of the model
 
     def __init__(self, parameters: Sequence[nn.Parameter], world: World, transport: Transport) -> None:
@@ -215,7 +216,7 @@ class Reducer:
     def _note(self, call: int, stop: bool) -> Note:
         weights, losses = self.lanes.totals(self.num_positions)
         given = bool(self.lanes.all) and self.lanes.all[0].given
-        return Note(call, self.lanes.num_counted(), int(given), int(stop), weights, losses)
+        return Note(call, self.lanes.num_counted(), int(given), int(stop), weights, losses, self.rates)
 
     def _alone(self, note: Note) -> Table:
         for bucket in self.buckets:

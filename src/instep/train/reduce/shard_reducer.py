@@ -29,6 +29,8 @@ from instep.train.techniques.turns import Turns
 class ShardReducer:
     """model: sharded; copies: how many ranks hold the same shard (the replicate axis)."""
 
+    rates = 0  # a digest that has to be the same on all ranks, see `Note`
+
     def __init__(self, model: nn.Module, parameters: Sequence[nn.Parameter], grid: Grid, copies: int) -> None:
         self.grid, self.world, self.parameters = grid, grid.data, list(parameters)
         self.transport = GroupSum(None)
@@ -114,7 +116,7 @@ class ShardReducer:
         self._finish_turns()
         weights, losses = self.lanes.totals(1)
         given = bool(self.lanes.all) and self.lanes.all[0].given
-        note = WordsNote(call, self.lanes.num_counted(), int(given), int(stop), weights, losses)
+        note = WordsNote(call, self.lanes.num_counted(), int(given), int(stop), weights, losses, self.rates)
         if self.world.size == 1:
             return Table.of([note], np.zeros(0), np.zeros(0))
         tail = torch.zeros(self._words.numel, dtype=torch.float64)

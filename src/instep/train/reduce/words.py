@@ -15,7 +15,7 @@ import torch
 MAX_LANES = 16  # backward calls per micro-batch that a row has room for
 
 # Columns of a row; behind them the weights of the lanes, then their losses: high words, then low words.
-_CALL, _COUNTED, _GIVEN, _STOP, _LANES, _FIXED = 0, 1, 2, 3, 4, 5
+_CALL, _COUNTED, _GIVEN, _STOP, _LANES, _RATES, _FIXED = 0, 1, 2, 3, 4, 5, 6
 
 
 @dataclass
@@ -28,6 +28,7 @@ class Note:
     stop: int = 0  # 1 when this rank was asked to stop
     weights: list[list[float]] = field(default_factory=list)
     losses: list[list[float]] = field(default_factory=list)
+    rates: int = 0  # a 24-bit digest of the optimizer's learning rates and their like
 
 
 @dataclass
@@ -42,6 +43,7 @@ class Table:
     losses: list[float]
     used: np.ndarray  # (parameters,) how many ranks have a gradient for it
     extra: np.ndarray  # (buckets,) how many ranks have a second helping for it
+    rates: list[int] = field(default_factory=list)
 
     @staticmethod
     def of(notes: Sequence[Note], used: np.ndarray, extra: np.ndarray) -> Table:
@@ -62,6 +64,7 @@ class Table:
             losses=losses,
             used=used,
             extra=extra,
+            rates=[note.rates for note in notes],
         )
 
 
@@ -79,7 +82,7 @@ class Words:
     def write(self, tail: torch.Tensor, note: Note, used: np.ndarray, extra: np.ndarray) -> None:
         values = np.zeros(self.numel, dtype=np.float64)
         row = values[self._rank * self._row : (self._rank + 1) * self._row]
-        row[:_FIXED] = note.call, note.counted, note.given, note.stop, len(note.weights)
+        row[:_FIXED] = note.call, note.counted, note.given, note.stop, len(note.weights), note.rates
         numbers = np.array([note.weights, note.losses], dtype=np.float64).reshape(-1)
         high = numbers.astype(np.float32).astype(np.float64)
         with np.errstate(invalid="ignore"):  # a loss that is not finite has no low word
@@ -100,8 +103,8 @@ class Words:
         return Table.of(notes, values[self._used : self._extra], values[self._extra :])
 
     def _read_row(self, row: np.ndarray) -> Note:
-        call, counted, given, stop, lanes = (int(word) for word in row[:_FIXED])
+        call, counted, given, stop, lanes, rates = (int(word) for word in row[:_FIXED])
         count = 2 * lanes * self._positions
         numbers = row[_FIXED : _FIXED + count] + row[_FIXED + self._numbers : _FIXED + self._numbers + count]
         weights, losses = numbers.reshape(2, lanes, self._positions).tolist()
-        return Note(call, counted, given, stop, weights, losses)
+        return Note(call, counted, given, stop, weights, losses, rates)
