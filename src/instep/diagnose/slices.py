@@ -115,15 +115,16 @@ def _called(source: Source, node: ast.AST) -> list[tuple[ast.AST, Function]]:
 
 
 def call_at(source: Source, line: int, *names: str) -> ast.Call | None:
-    """The call of one of these names that stands at a line (of the innermost statement there)."""
+    """The call of one of these names that stands at a line: of the innermost statement there, else of another one."""
     statement = source.statement_at(line)
     if statement is None:
         return None
-    for node in ast.walk(statement):
-        if isinstance(node, ast.Call) and node.lineno <= line <= (node.end_lineno or node.lineno):
-            name = getattr(node.func, "id", getattr(node.func, "attr", None))
-            if name in names:
-                return node
+    for scope in (statement, source.tree):  # several statements may share a line
+        for node in ast.walk(scope):
+            if isinstance(node, ast.Call) and node.lineno <= line <= (node.end_lineno or node.lineno):
+                name = getattr(node.func, "id", getattr(node.func, "attr", None))
+                if name in names:
+                    return node
     return None
 
 

@@ -69,10 +69,10 @@ def main():
             accelerator.print("epoch", epoch, "accuracy", round(evaluate(accelerator, model, test), 3))
         if HOW == "save_main":
             if accelerator.is_main_process:
-                accelerator.save_state(f"{folder}/state")
+                accelerator.save_state("state")
         else:
-            accelerator.save_state(f"{folder}/state-{accelerator.process_index if HOW == '' else 0}")
-    accelerator.load_state(f"{folder}/state-{accelerator.process_index}") if HOW == "" else None
+            accelerator.save_state("state")
+    accelerator.load_state("state")
     accelerator.wait_for_everyone()
     if accelerator.is_main_process:
         torch.save(accelerator.unwrap_model(model).state_dict(), f"{folder}/model.pt")

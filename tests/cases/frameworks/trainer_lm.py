@@ -1,6 +1,5 @@
 """transformers' Trainer with a causal language model, a scheduler of its own and a subclass that computes the loss."""
 
-import os
 import tempfile
 
 import torch

@@ -12,7 +12,7 @@ from types import FrameType
 from typing import Any
 
 from instep.launch.probe.patching import replace
-from instep.launch.probe.recorder import Recorder, contained, note_failure
+from instep.launch.probe.recorder import Recorder, contained, is_from_signal, note_failure
 from instep.launch.probe.sites import is_users_file
 from instep.records import recording as layout
 
@@ -38,7 +38,9 @@ def note_raised(recorder: Recorder, what: str, site: int, error: BaseException) 
     try:
         error._instep_noted = True  # type: ignore[attr-defined]
         recorder.log.note("raised", call=what, site=site, **describe_error(error))
-    except Exception as failure:  # noqa: BLE001  # the script's own error must reach it unchanged
+    except Exception as failure:  # the script's own error must reach it unchanged
+        if is_from_signal(failure):
+            raise
         note_failure("note_raised", failure)
 
 

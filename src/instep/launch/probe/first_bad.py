@@ -28,6 +28,13 @@ class Culprit:
     overflow: bool
     certain: bool
 
+    @property
+    def largest(self) -> float:
+        """Of the finite numbers that went into it."""
+        kept = [value.detach() for value in self.saved.values() if isinstance(value, torch.Tensor)]
+        finite = [value[torch.isfinite(value)].abs() for value in kept if value.is_floating_point()]
+        return max((value.max().item() for value in finite if value.numel()), default=0.0)
+
 
 def find_first_bad(loss: torch.Tensor) -> Culprit | None:
     nodes = _in_forward_order(loss.grad_fn)
@@ -63,7 +70,9 @@ def _with_operands(node: Any, saved: Saved) -> Saved:
     if short_name(node) == "Addmm" and not isinstance(saved.get("mat2"), torch.Tensor):
         weight = _leaf(node.next_functions[2][0])
         if weight is not None:
-            return saved | {"mat2": weight.detach().t()}
+            first = saved.get("mat1")
+            dtype = first.dtype if isinstance(first, torch.Tensor) else weight.dtype  # autocast has cast the weights
+            return saved | {"mat2": weight.detach().t().to(dtype)}
     return saved
 
 

@@ -60,7 +60,8 @@ def _note(recorder: Recorder, loss: torch.Tensor, site: int, history: list[float
 
 def _describe(culprit: Culprit) -> dict[str, Any]:
     row = {"name": culprit.name, "why": culprit.why, "place": culprit.place}
-    return row | {"overflow": culprit.overflow, "certain": culprit.certain}
+    largest = float(f"{culprit.largest:.4g}")
+    return row | {"overflow": culprit.overflow, "certain": culprit.certain, "largest": largest}
 
 
 @contained

@@ -44,7 +44,7 @@ class Optimizers:
         if known is not None and known[0] == len(WRAPPERS.all):
             return known[1]
         ids = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        found = [one for one in WRAPPERS.all if one.ids & ids]
+        found = [one for one in WRAPPERS.all if one.ids & ids or {id(p) for p in one.present_parameters()} & ids]
         self.owners[optimizer] = (len(WRAPPERS.all), found)
         return found
 
@@ -125,18 +125,17 @@ def _judge_gradients(recorder: Recorder, wrapped: Wrapped, site: int) -> None:
             reduced=wrapped.reduced_in_step,
         )
     elif not wrapped.reduced_in_step and not wrapped.averaged_by_hand:
-        has_gradients = any(p.grad is not None for p in wrapped.parameters[:8])
-        model = wrapped.model()
+        present = wrapped.present_parameters()
+        has_gradients = any(p.grad is not None for p in present[:8])
         if has_gradients and wrapped.forward_since_step:
             changed = [str(p.dtype) for p, dtype in zip(wrapped.parameters, wrapped.dtypes) if p.dtype != dtype]
-            now = {id(p) for p in model.module.parameters()} if model is not None else wrapped.ids
             recorder.log.note(
                 "step-without-reduction",
                 wrapper=wrapped.number,
                 site=site,
                 backwards=recorder.backwards,
                 cast=changed[0] if changed else None,
-                replaced=len(wrapped.ids - now),
+                replaced=len(wrapped.ids - {id(p) for p in present}),
             )
         elif has_gradients:
             recorder.log.note("forward-past-wrapper", wrapper=wrapped.number, site=site)

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import FrameType
 from typing import Any, TypeVar
 
 from instep.launch.probe.event_log import EventLog
@@ -157,11 +158,25 @@ def contained(function: Callable[..., Answer]) -> Callable[..., Answer | None]:
     def call(*args: Any, **kwargs: Any) -> Answer | None:
         try:
             return function(*args, **kwargs)
-        except Exception as error:  # noqa: BLE001  # whatever goes wrong in watching, the script goes on
+        except Exception as error:  # whatever goes wrong in watching, the script goes on
+            if is_from_signal(error):
+                raise
             note_failure(function.__qualname__, error)
             return None
 
     return call
+
+
+def is_from_signal(error: BaseException) -> bool:
+    """Whether a signal handler of the script raised it and only happened to run inside our code: it is the script's."""
+    trace = error.__traceback__
+    while trace is not None:
+        frame = trace.tb_frame
+        arguments = frame.f_code.co_varnames[: frame.f_code.co_argcount][:3]
+        if len(arguments) >= 2 and isinstance(frame.f_locals.get(arguments[-1]), FrameType):
+            return True
+        trace = trace.tb_next
+    return False
 
 
 def note_failure(place: str, error: BaseException) -> None:

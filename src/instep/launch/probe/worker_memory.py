@@ -8,7 +8,7 @@ from typing import Any
 
 from instep.launch.probe.recorder import Recorder, contained
 
-LOOK_AT = (32, 128, 512)  # batches of a pass; reading takes milliseconds for a large process
+LOOK_AT = (32, 128, 256, 512, 1024, 2048)  # batches of a pass; reading takes milliseconds for a large process
 _LONG = 50_000
 _SAMPLED = 200
 

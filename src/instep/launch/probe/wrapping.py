@@ -63,6 +63,11 @@ class Wrapped:
         except (RuntimeError, AttributeError):
             return 0
 
+    def present_parameters(self) -> list[torch.nn.Parameter]:
+        """Those that the model has now: a script may have put others in the place of those that were wrapped."""
+        model: Any = self.model()
+        return list(model.module.parameters()) if model is not None else self.parameters
+
     def is_adding_up(self) -> bool:
         """Whether the last average is still there and has not been used: neither cleared nor followed by an update, as
         the closures of LBFGS and two-step optimizers do."""

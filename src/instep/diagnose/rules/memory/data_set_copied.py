@@ -1,7 +1,7 @@
 """Every worker of every rank holds a copy of the data set's lists.
 
 ## What it sees
-The memory that each worker of a data loader has for itself, beside long lists of Python objects in the data set.
+The memory that each worker of a data loader has for itself, which grows as it reads, beside long lists of Python objects in the data set.
 
 ## Why it matters
 A forked worker shares the pages of its parent until one of them is written to. Python writes to an object whenever it is looked at, since
@@ -18,48 +18,52 @@ Workers that rightly hold much of their own, as a cache or a tokenizer.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 from instep.diagnose.data_facts import loaders_by_key
-from instep.diagnose.run_view import RankView, RunView, short
+from instep.diagnose.run_view import RankView, RunView
 from instep.records.event import Event
 from instep.records.finding import Finding
 from instep.units import format_bytes
 
-MIN_BYTES = 64 << 20  # of one worker
-MIN_SHARE = 0.4  # of the lists' bytes, that a worker has for itself
+MIN_LIST_BYTES = 64 << 20  # less is not worth a word
+MIN_GROWTH_BYTES = 24 << 20  # of one worker's own memory, while it reads
+MIN_LOOKS = 3
 
 
 def check(run: RunView) -> Iterator[Finding]:
     for view in run.ranks:
-        for event in reversed(view.named("worker-memory")):
-            largest = max(event["listed"], key=lambda row: row["bytes"])
-            if (
-                max(event["private"], default=0) >= max(MIN_BYTES, MIN_SHARE * largest["bytes"])
-                and largest["bytes"] >= MIN_BYTES
-            ):
-                yield _finding(run, view, event, largest)
+        for loader in {event["loader"] for event in view.named("worker-memory")}:
+            events = [event for event in view.named("worker-memory") if event["loader"] == loader]
+            largest = max(events[-1]["listed"], key=lambda row: row["bytes"])
+            own = [max(event["private"]) for event in events]
+            grows = len(own) >= MIN_LOOKS and own == sorted(own) and own[-1] - own[0] >= MIN_GROWTH_BYTES
+            if grows and largest["bytes"] >= MIN_LIST_BYTES:
+                yield _finding(run, view, events, largest)
                 return
 
 
-def _finding(run: RunView, view: RankView, event: Event, largest: dict[str, object]) -> Finding:
+def _finding(run: RunView, view: RankView, events: list[Event], largest: dict[str, Any]) -> Finding:
+    event = events[-1]
     loader = next((row for row in loaders_by_key(view).values() if row["loader"] == event["loader"]), None)
     where = view.site(loader["site"]) if loader is not None else None
     kind = loader["dataset"] if loader is not None else "the data set"
-    each, workers = sum(event["private"]) / len(event["private"]), len(event["private"])
-    total = each * workers * run.world_size
+    workers, before, now = len(event["private"]), max(events[0]["private"]), max(event["private"])
+    everywhere = largest["bytes"] * workers * run.world_size
     return Finding(
         id="memory/data-set-copied",
-        title=f"each data loader worker holds {format_bytes(each)} of its own, {format_bytes(total)} over {workers * run.world_size} workers",
-        cause=f"{kind}.{largest['name']} is a list of {largest['length']} Python objects (about {format_bytes(float(str(largest['bytes'])))}); "
-        "looking at them counts references, which copies their pages into each worker.",
+        title=f"the data loader's workers copy {kind}.{largest['name']}: each has grown from {format_bytes(before)} to {format_bytes(now)} of its own",
+        cause=f"{kind}.{largest['name']} holds {largest['length']} Python objects (about {format_bytes(largest['bytes'])}); looking at them counts "
+        f"references, which copies their pages into each of {workers * run.world_size} workers: up to {format_bytes(everywhere)} in all.",
         fix=(
             f"keep {largest['name']} in one numpy array or tensor, or in a file that is mapped",
             "or use fewer workers",
         ),
-        evidence=(
+        evidence=tuple(
             view.cite(
-                f"private memory of the workers of rank {view.rank}: {', '.join(format_bytes(one) for one in event['private'])}; loader made at {short(where)}"
-            ),
+                f"after step {one.step}: private memory of the workers of rank {view.rank}: {', '.join(format_bytes(size) for size in one['private'])}"
+            )
+            for one in (events[0], event)
         ),
         certainty="likely",
         where=where,

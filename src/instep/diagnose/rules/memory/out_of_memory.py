@@ -48,6 +48,8 @@ def check(run: RunView) -> Iterator[Finding]:
         if frames
         else None
     )
+    if kind in ("worker", "shared"):
+        where = _loop(view) or where  # the error comes up wherever the rank happens to be
     title, cause, fix = _words(view, kind, error["message"], where)
     peak = (view.failure or {}).get("peak_bytes")
     yield Finding(
@@ -60,7 +62,7 @@ def check(run: RunView) -> Iterator[Finding]:
             *cite_kinds(view),
             *((view.cite(f"the process had used {format_bytes(peak)} at most", "failure.json"),) if peak else ()),
         ),
-        certainty="certain",
+        certainty="likely" if kind == "worker" else "certain",
         ranks=tuple(one.rank for one, other in found if other == kind),
         where=where,
         explains=("crash/*", "hang/*", "numbers/*"),
@@ -80,6 +82,12 @@ def kind_of(view: RankView) -> str | None:
     if _HOST.search(text) or error["type"] == "MemoryError":
         return "host"
     return "device" if _DEVICE.search(text) else None
+
+
+def _loop(view: RankView) -> CallSite | None:
+    """The line that goes through the loader."""
+    mark = next((mark for mark in reversed(view.marks) if mark.kind in ("enter-data", "leave-data")), None)
+    return view.site(mark.site) if mark is not None else None
 
 
 def _words(view: RankView, kind: str, message: str, where: CallSite | None) -> tuple[str, str, tuple[str, ...]]:

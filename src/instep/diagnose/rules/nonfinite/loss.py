@@ -28,6 +28,7 @@ from instep.records.finding import CallSite, Certainty, Finding
 
 GROWTH = 100.0  # a loss that has grown so much over its smallest recent value has diverged
 RAISED, RAISED_STEPS = 10.0, 4  # so many steps of a loss above so many times the smallest: it did not come at once
+HUGE = 1e12  # no activation of a healthy model is so large
 EXPLODED = 100.0  # a gradient so many times larger than usual
 
 
@@ -77,8 +78,9 @@ def _operation(event: Event) -> str:
 
 def explain(event: Event, here: CallSite | None) -> Reason:
     """From what is proven by the values themselves to what the steps before suggest."""
-    found = _bad_batch(event, here) or _overflow(event, here) or diverged(event, here) or _bad_parameters(event, here)
-    return found or _operation_fault(event, here)
+    proven = _bad_batch(event, here) or _overflow(event, here)
+    history = proven or diverged(event, here) or _grown(event, here)
+    return history or _bad_parameters(event, here) or _operation_fault(event, here)
 
 
 def _bad_batch(event: Event, here: CallSite | None) -> Reason | None:
@@ -133,6 +135,24 @@ def diverged(event: Event, here: CallSite | None) -> Reason | None:
             find_rate(here) or here,
         )
     return None
+
+
+def _grown(event: Event, here: CallSite | None) -> Reason | None:
+    """The values were so large that float32 came to its end, before the steps could show how they grew."""
+    row = event["operation"]
+    if row is None or not row["certain"] or row["largest"] < HUGE:
+        return None
+    sizes = ", ".join(f"{size:.3g} in step {step}" for step, size in event["gradients"][-3:])
+    place = f" ({row['place']})" if row["place"] else ""
+    return Reason(
+        f"The values exploded: they had grown to {row['largest']:.3g} when {row['name']}{place} passed the end of float32"
+        + (f". The largest sampled element of the gradients was {sizes}." if sizes else "."),
+        (
+            "clip gradients before the step: torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)",
+            "lower the learning rate",
+        ),
+        here,
+    )
 
 
 def _bad_parameters(event: Event, here: CallSite | None) -> Reason | None:

@@ -36,7 +36,8 @@ def check(run: RunView) -> Iterator[Finding]:
         event = events[0]
         wrap = wraps(view).get(event["wrapper"])
         made = view.site(wrap["site"]) if wrap else None
-        changed = [one for one in view.named("module-changed") if one["wrapper"] == event["wrapper"]]
+        kinds = ("module-changed", "load") if event["replaced"] else ("module-changed",)  # load_state_dict(assign=True)
+        changed = [one for kind in kinds for one in view.named(kind) if one["wrapper"] == event["wrapper"]]
         where = view.site(changed[0]["site"]) if changed else made
         how = (
             f"cast to {event['cast']}"
