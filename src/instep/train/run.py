@@ -482,4 +482,3 @@ class Run:
         kept = "saved" if self._checkpoints is not None else "nothing saved, since Run has no dir"
         self._observer.say(f"asked to stop (SIGTERM): {kept} after step {index - 1}, all ranks end")
         raise SystemExit(143)
-
