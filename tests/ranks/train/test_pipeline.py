@@ -206,6 +206,40 @@ def test_a_stage_may_be_sharded(split: str) -> None:
     check_equal(run_ranks(play_sharded, 1, "ddp", tied)[0], run_ranks(play_sharded, size, parallel, tied))
 
 
+class Encoder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.into = nn.Linear(1, 8)
+        layer = nn.TransformerEncoderLayer(8, 4, 16, dropout=0.2, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        self.out = nn.Linear(8, CLASSES)
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        padding = x > 1.2
+        padding[:, 0] = False
+        rows = self.encoder(self.into(x[..., None]), src_key_padding_mask=padding)
+        return self.out(rows.masked_fill(padding[..., None], 0).mean(1))  # PyTorch's fast path has zeros there, too
+
+
+def play_encoder(rank: int, size: int, parallel: Any) -> dict[str, Any]:
+    torch.manual_seed(1)
+    return train(Encoder, clip_norm=0.1, evaluate=True, explicit=size == 1, parallel=parallel)
+
+
+TENSOR: dict[str, tuple[int, Any]] = {
+    "tensor": (4, instep.Parallel(pipeline=2, tensor=2)),
+    "tensor, 2 shards": (8, instep.Parallel(pipeline=2, tensor=2, shard=2)),
+    "zero1": (4, instep.Parallel(pipeline=2, replicate=2, share_optimizer=True)),
+}
+
+
+@pytest.mark.parametrize("split", TENSOR)
+def test_layers_of_a_stage_may_be_split(split: str) -> None:
+    size, parallel = TENSOR[split]
+    check_equal(run_ranks(play_encoder, 1, "ddp")[0], run_ranks(play_encoder, size, parallel))
+
+
 def train_partly(rank: int, size: int, folder: str, parallel: Any, last: int) -> dict[str, Any]:
     with instep.Run(global_batch=16, micro_batch=2, parallel=parallel, dir=folder) as run:
         model = Deep(0.3, tied=True)

@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
+from instep.train.absent import is_absent
 from instep.train.techniques.tensor.regions import Region
 
 
@@ -47,7 +48,7 @@ def take_share(x: Tensor, mesh: DeviceMesh) -> Tensor:
 def place(module: nn.Module, name: str, mesh: DeviceMesh, placement: Placement) -> None:
     """Makes a parameter a DTensor; all ranks hold the same values before, so nothing is sent."""
     parameter = getattr(module, name, None)
-    if parameter is not None:
+    if parameter is not None and not is_absent(parameter):  # of another stage of a pipeline
         placed = distribute_tensor(parameter.detach(), mesh, [placement], src_data_rank=None)
         module.register_parameter(name, nn.Parameter(placed, requires_grad=parameter.requires_grad))
 
