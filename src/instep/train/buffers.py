@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from instep.errors import UsageError
+from instep.train.absent import is_absent
 from instep.train.techniques.sync_batch_norm import is_synchronised
 from instep.train.world import World
 
@@ -44,6 +45,7 @@ class Buffers:
         if self._world.size == 1 and self._exact is None:
             return
         norms = [m for m in model.modules() if isinstance(m, _NormBase) and m.running_mean is not None]
+        norms = [norm for norm in norms if not is_absent(norm.running_mean)]  # those of other stages of a pipeline
         names = ("running_mean", "running_var", "num_batches_tracked")
         cared = {id(buffer) for norm in norms for name in names if (buffer := getattr(norm, name)) is not None}
         known = {id(norm) for norm in self._norms}  # of a module that belongs to two models
@@ -51,11 +53,13 @@ class Buffers:
         others = {(id(module), name) for _, module, name in self._others}
         for prefix, module in model.named_modules():
             for name, buffer in module.named_buffers(recurse=False):
-                if id(buffer) not in cared and (id(module), name) not in others:
+                is_known = id(buffer) in cared or (id(module), name) in others
+                if not is_known and not is_absent(buffer):
                     self._others.append((f"{prefix}.{name}".lstrip("."), module, name))
         self._written = [-1] * len(self._others)
-        if not self.is_active and (self._norms or self._others):
-            self.is_active, self._group = True, self._world.new_group()
+        self.is_active = bool(self._norms or self._others)
+        if self._group is None and any(True for _ in model.buffers()):  # also where another stage of a pipeline has them
+            self._group = self._world.new_group()
 
     # -- around a micro-batch's forward
 

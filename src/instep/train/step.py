@@ -22,6 +22,7 @@ from instep.train.position import LoopPosition
 from instep.train.reduce.words import Table
 from instep.train.rows import AllRows, backward_rows
 from instep.train.step_checks import check_backward, check_first_update, check_loss, check_place, is_unreached
+from instep.train.techniques.pipeline.train_pass import find_pipeline, train_pass
 from instep.train.update import (
     Trained,
     clamp_gradients,
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from instep.train.run import Run
+    from instep.train.techniques.pipeline.pipeline import Pipeline
 
 
 class Step:
@@ -168,10 +170,36 @@ class Step:
         `backward` takes them. Every rank must call it; step.update() follows.
         """
         check_functions(model, loss_fn)
+        pipeline = find_pipeline(self._run, model)
+        if pipeline is not None:
+            self._run_pipeline(pipeline, loss_fn, optimizer)
+            return
         for batch in self:
             args, kwargs, targets = take_apart(model, batch)
             loss, weight = read_loss(loss_fn(model(*args, **kwargs), targets))
             self.backward(loss, weight, optimizer)
+
+    def _run_pipeline(self, pipeline: Pipeline, loss_fn: Callable[..., Any], optimizer: Any) -> None:
+        run = self._run
+        chosen = run._choose(optimizer, "step.forward_backward")
+        for trained in chosen:
+            trained.check_kept()
+        self._begin_pass()
+        batches = list(self._batches)
+        try:
+            train_pass(run, self, pipeline, batches, loss_fn, chosen)
+        finally:
+            self._current = None
+            seeds.set_generators(seeds.OUTSIDE, run._seed, self.index, self._pass + 1)
+        self._backwards += len(batches)
+        self._with_backward = len(batches)
+
+    def check_weight(self, loss: Any, weight: Any) -> float:
+        """A weight as `backward` takes it. Raises UsageError for it, and for a loss without a backward that counts."""
+        value = self._read_weight(weight)
+        if value:
+            check_loss(loss)
+        return value
 
     def _read_weight(self, weight: Any) -> float:
         if weight is None:
@@ -193,6 +221,8 @@ class Step:
             )
         if self._run._is_sharded:
             raise UsageError("step.all_rows does not reach sharded models yet: train with parallel='ddp'.")
+        if self._run._pipelines:
+            raise UsageError("step.all_rows does not reach the stages of a pipeline: train with parallel='ddp'.")
         self._begin_pass()
         try:
             self._rows.append(AllRows(self._run, self, fn))
