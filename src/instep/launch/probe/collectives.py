@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import socket
 import threading
 import zlib
 from collections.abc import Callable
@@ -14,13 +12,13 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from instep.launch.probe.exits import let_backend_finish, note_raised
+from instep.launch.probe.joining import note_joining
 from instep.launch.probe.patching import replace
 from instep.launch.probe.recorder import Recorder, contained
 from instep.launch.probe.wrapping import note_parameter_traffic
 from instep.records import recording as layout
 
 _ENTER, _LEAVE = layout.KIND_NUMBER["enter-collective"], layout.KIND_NUMBER["leave-collective"]
-_INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")  # which network a group uses
 _COLLECTIVE = layout.SECONDS_OF.index("collective")
 
 
@@ -87,7 +85,7 @@ def _wrap_meeting(recorder: Recorder, start_watching: Callable[[], None], origin
     def init_process_group(*args: Any, **kwargs: Any) -> Any:
         contained(start_watching)()
         site = recorder.sites.here(1)
-        _note_joining(recorder, site, kwargs)
+        note_joining(recorder, site, args, kwargs)
         recorder.mark(_ENTER, layout.OPERATION_NUMBER["init_process_group"], 0, site)
         try:
             result = original(*args, **kwargs)
@@ -99,22 +97,6 @@ def _wrap_meeting(recorder: Recorder, start_watching: Callable[[], None], origin
         return result
 
     return init_process_group
-
-
-@contained
-def _note_joining(recorder: Recorder, site: int, options: dict[str, Any]) -> None:
-    """What the script says of itself, beside what the launcher gave it."""
-    rank, size = options.get("rank", -1), options.get("world_size", -1)
-    recorder.log.note(
-        "joining",
-        site=site,
-        said_rank=rank if isinstance(rank, int) and rank >= 0 else None,
-        said_size=size if isinstance(size, int) and size >= 0 else None,
-        rank=recorder.rank,
-        world_size=recorder.world_size,
-        interfaces={name: os.environ[name] for name in _INTERFACES if os.environ.get(name)},
-        present=[name for _, name in socket.if_nameindex()],
-    )
 
 
 def _wrap_leaving(recorder: Recorder, before_leaving: Callable[[], None], original: Callable[..., Any]) -> Any:

@@ -19,7 +19,7 @@ from instep.launch.probe.nonfinite import remember_batch
 from instep.launch.probe.patching import replace
 from instep.launch.probe.recorder import Recorder, contained
 from instep.launch.probe.tensor_prints import print_tensor, tensors_in
-from instep.launch.probe.worker_memory import LOOK_AT, note_worker_memory
+from instep.launch.probe.worker_memory import LOOK_AT, note_dead_workers, note_worker_memory
 from instep.records import recording as layout
 
 _ENTER, _LEAVE, _ENDED = (layout.KIND_NUMBER[name] for name in ("enter-data", "leave-data", "data-ended"))
@@ -245,6 +245,7 @@ def _wrap_next(recorder: Recorder, loaders: Loaders, original: Callable[..., Any
             _ended(recorder, loaders, self, site, started)
             raise
         except Exception as error:
+            note_dead_workers(recorder, self)
             note_raised(recorder, "data", site, error)
             raise
         _fetched(recorder, loaders, self, batch, site, started)

@@ -40,6 +40,7 @@ class Recorder:
         self.waits = False
         self.has_sent = self.has_joined = False
         self.open_step: int | None = None
+        self.given_address = (os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", ""))  # by the launcher
         self.replay_path: Path | None = None  # for the operation that makes the first bad number
         self.seconds = [0.0] * len(layout.SECONDS_OF)
         self._sequence: Callable[[], int] | None = None

@@ -1,4 +1,4 @@
-"""How much memory the workers of a data loader have for themselves, and how large the data set's lists are."""
+"""How much memory the workers of a data loader have for themselves, how large the data set's lists are, how workers end."""
 
 from __future__ import annotations
 
@@ -20,6 +20,14 @@ def note_worker_memory(recorder: Recorder, number: int, dataset: Any, iterator: 
     if pids and listed:
         private = [read_private_bytes(pid) for pid in pids]
         recorder.log.note("worker-memory", loader=number, private=private, listed=listed)
+
+
+@contained
+def note_dead_workers(recorder: Recorder, iterator: Any) -> None:
+    """How workers ended that should not have: the error itself may not say."""
+    ended = {worker.pid: worker.exitcode for worker in getattr(iterator, "_workers", ()) if worker.exitcode}
+    if ended:
+        recorder.log.note("workers-ended", exits=ended)
 
 
 def read_private_bytes(pid: int) -> int:

@@ -78,7 +78,7 @@ def kind_of(view: RankView) -> str | None:
     if _SHARED.search(text):
         return "shared"
     if _WORKER.search(text):
-        return "worker" if "Killed" in text else None
+        return "worker" if "Killed" in text or killed_workers(view) else None
     if _HOST.search(text) or error["type"] == "MemoryError":
         return "host"
     return "device" if _DEVICE.search(text) else None
@@ -90,6 +90,12 @@ def _loop(view: RankView) -> CallSite | None:
     return view.site(mark.site) if mark is not None else None
 
 
+def killed_workers(view: RankView) -> list[str]:
+    """Processes of workers that ended by SIGKILL."""
+    event = view.last("workers-ended")
+    return [pid for pid, code in event["exits"].items() if code == -9] if event is not None else []
+
+
 def _words(view: RankView, kind: str, message: str, where: CallSite | None) -> tuple[str, str, tuple[str, ...]]:
     name, at = name_ranks([view.rank]), f" at {short(where)}" if where else ""
     smaller = (
@@ -98,7 +104,7 @@ def _words(view: RankView, kind: str, message: str, where: CallSite | None) -> t
     )
     if kind == "worker":
         found = _WORKER.search(message)
-        pid = found.group(1).strip() if found else "?"
+        pid = found.group(1).strip() if found else ", ".join(killed_workers(view))
         return (
             f"a data loader worker of {name} (process {pid}) was killed",
             f"The kernel kills a process with SIGKILL when memory runs out; the worker served the loader gone through{at}.",

@@ -1,7 +1,7 @@
 """The host at which the ranks were to meet has no address.
 
 ## What it sees
-The error of a rank that joined the process group, about a name that does not resolve.
+A look-up of the name that a rank joins by, which failed, while the rank did not get past `init_process_group`.
 
 ## Why it matters
 Each rank tries again until its timeout, minutes later, and ends without a word about the name.
@@ -15,45 +15,35 @@ A name server that was away for a moment.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 
-from instep.diagnose.run_view import RunView, short, source_line
-from instep.records.finding import CallSite, Finding
-
-_UNRESOLVED = re.compile(
-    r"getaddrinfo|name or service not known|name resolution|nodename nor servname|could not resolve|no address associated"
-    r"|\(gai error|failed to resolve",
-    re.IGNORECASE,
-)
-_HOST = re.compile(r"\[?([\w.-]+)\]?(?:[:, ]+(\d{2,5}))\]?|host(?:name)? '?([\w.-]+)'?")
+from instep.diagnose.run_view import RunView, name_ranks, short
+from instep.records.finding import Finding
 
 
 def check(run: RunView) -> Iterator[Finding]:
-    for view in run.ranks:
-        error = view.error
-        joined = view.named("joining") and not view.named("joined")
-        if error is None or not joined or not _UNRESOLVED.search(error["message"]):
-            continue
-        frame = error["frames"][0] if error["frames"] else None
-        where = CallSite(frame["file"], frame["line"], source_line(frame["file"], frame["line"])) if frame else None
-        host = _named_host(error["message"])
-        yield Finding(
-            id="startup/host-not-found",
-            title=f"the host{f' {host!r}' if host else ''} at which the ranks were to meet has no address",
-            cause=f"{short(where)} names a host that this machine cannot resolve.",
-            fix=(
-                "check the name: getent hosts " + (host or "NAME"),
-                "or leave out init_method and MASTER_ADDR: the launcher sets them",
-            ),
-            evidence=(view.cite(" ".join(error["message"].split())[:200], "failure.json"),),
-            certainty="certain",
-            where=where,
-            explains=("crash/*", "hang/*"),
-        )
+    found = [
+        (view, joining, missed)
+        for view in run.ranks
+        if (joining := view.last("joining")) and (missed := view.last("host-not-found")) and not view.named("joined")
+    ]
+    if not found or (run.stall is None and not any(view.failure for view in run.ranks)):
         return
-
-
-def _named_host(message: str) -> str:
-    found = _HOST.search(message)
-    return next((part for part in found.groups() if part and not part.isdecimal()), "") if found else ""
+    view, joining, missed = found[0]
+    where, host = view.site(joining["site"]), missed["host"]
+    ranks = tuple(one.rank for one, _, _ in found)
+    some = f" on {name_ranks(ranks)}" if len(ranks) < run.world_size else ""
+    yield Finding(
+        id="startup/host-not-found",
+        title=f"the host {host!r}, at which the ranks were to meet, has no address{some}",
+        cause=f"init_process_group at {short(where)} looks for the others at {host}:{joining['port']}, and this machine cannot resolve the name.",
+        fix=(
+            f"check the name: getent hosts {host}",
+            "or leave out init_method and MASTER_ADDR: the launcher sets them",
+        ),
+        evidence=(view.cite(f"look-up of {host}: {missed['error']}"),),
+        certainty="certain",
+        ranks=ranks if some else (),
+        where=where,
+        explains=("crash/*", "hang/*", "startup/another-address"),
+    )
