@@ -34,8 +34,10 @@ def classify(run: RunView) -> Hang | None:
     """The stall of this run, or None when it is not stalled."""
     if run.stall is None or not run.positions:
         return None
-    waiting = tuple(one for one in run.positions if one.rank in run.stall["waiting"])
-    outside = tuple(one for one in run.positions if one.rank in run.stall["outside"])
+    seen = {*run.stall["waiting"], *run.stall["outside"]}
+    is_waiting = {one.rank: one.waits or one.rank in run.stall["waiting"] for one in run.positions}
+    waiting = tuple(one for one in run.positions if one.rank in seen and is_waiting[one.rank])
+    outside = tuple(one for one in run.positions if one.rank in seen and not is_waiting[one.rank])
     base = Hang("", waiting, outside, run.stall["proven"])
     if all(one.operation == "destroy_process_group" for one in waiting + outside):
         return replace(base, kind="backend-does-not-end")

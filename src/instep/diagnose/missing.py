@@ -5,9 +5,9 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-from instep.diagnose.branches import conditions_of, find_handler
+from instep.diagnose.branches import conditions_of, find_handler, rank_condition
 from instep.diagnose.pairing import Mispairing
-from instep.diagnose.run_view import RankView, RunView, short
+from instep.diagnose.run_view import Frame, RankView, RunView, short
 from instep.diagnose.slices import call_at, definitions, loss_of
 from instep.diagnose.source import Function, Source, load
 from instep.records.finding import CallSite
@@ -22,7 +22,7 @@ def explain_missing(run: RunView, mispairing: Mispairing) -> tuple[CallSite | No
         return None, ""
     operation, site = mispairing.expected or ("", None)
     if site is None:
-        return _explain_extra(mispairing)
+        return _explain_extra(mispairing, view)
     if operation == "gradients":
         found = _explain_no_gradients(view, mispairing.step, site)
         if found is not None:
@@ -30,16 +30,33 @@ def explain_missing(run: RunView, mispairing: Mispairing) -> tuple[CallSite | No
     return _explain_not_reached(operation, site)
 
 
-def _explain_extra(mispairing: Mispairing) -> tuple[CallSite | None, str]:
+def _explain_extra(mispairing: Mispairing, view: RankView) -> tuple[CallSite | None, str]:
     site = mispairing.got[1] if mispairing.got else None
     source = load(site.file) if site else None
     if site is None or source is None:
         return site, ""
+    if any((frame.file, frame.line) == (site.file, site.line) for frame in view.main_frames):
+        for frame in view.main_frames:
+            found = explain_on_rank(frame)
+            if found is not None:
+                return found[
+                    0
+                ], f"{short(site)} lies behind the condition at {short(found[1])}, which depends on the rank."
     condition = next((node for node, _ in conditions_of(source, site.line)), None)
     if condition is None:
         return site, f"{short(site)} was reached once more than usual."
     where = site if source.depends_on_rank(condition.test) else source.site(condition)  # type: ignore[attr-defined]
     return where, f"{short(site)} lies behind the condition at {short(source.site(condition))}."
+
+
+def explain_on_rank(frame: Frame) -> tuple[CallSite, CallSite] | None:
+    """Where to look, and the condition on the rank that decides whether the line is reached."""
+    source = load(frame.file)
+    condition = rank_condition(source, frame.line) if source is not None else None
+    if source is None or condition is None:
+        return None
+    holds = condition.lineno <= frame.line <= (condition.end_lineno or 0)  # type: ignore[attr-defined]
+    return source.site(frame.line if holds else condition), source.site(condition)
 
 
 def _explain_no_gradients(view: RankView, step: int, site: CallSite) -> tuple[CallSite, str] | None:

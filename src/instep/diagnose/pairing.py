@@ -171,10 +171,13 @@ def _habit(shapes: dict[int, tuple[Act, ...]], turn: int) -> tuple[Act, ...] | N
 def _first_difference(
     acts: tuple[Act, ...], habit: tuple[Act, ...], complete: bool
 ) -> tuple[Act | None, Act | None] | None:
-    """Expected and got at the first place where a turn departs from the habit; None where it does not."""
+    """Expected and got at the first place where a turn departs from the habit; None where it does not. Nothing was
+    expected of what came in addition, before the turn went on as usual."""
     for index, act in enumerate(acts):
         if index >= len(habit):
             return None, act
         if act != habit[index]:
-            return habit[index], act
+            rests = (acts[later:] for later in range(index + 1, len(acts)))
+            is_extra = any(rest == habit[index : index + len(rest)] for rest in rests)
+            return None if is_extra else habit[index], act
     return (habit[len(acts)], None) if complete and len(acts) < len(habit) else None

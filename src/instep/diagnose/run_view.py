@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -251,13 +252,27 @@ class RankView:
         if stage == "enter" and what == "collective":
             return replace(base, kind="collective", operation=mark.operation, site=site)
         waiting = self.pending
-        if waiting is not None and (self.page.pending or stage == "enter"):
+        is_behind = self.page.pending and not self.page.is_elsewhere  # else the rank goes on while it is under way
+        if waiting is not None and (is_behind or stage == "enter"):
             name = waiting["operation"] + (" (gradients)" if what == "backward" and stage == "enter" else "")
             at = site if stage == "enter" else here
             return replace(base, kind="collective", operation=name, site=at or here)
+        if self.waits_in_training is not None:
+            return replace(base, kind="collective", operation=self.waits_in_training)
         if stage == "enter":
             return replace(base, kind=what, site=site, count=mark.count)
         return base
+
+    @property
+    def waits_in_training(self) -> str | None:
+        """The call of `instep.Run` in which the rank waits for the others, through memory that they share."""
+        for thread in (self.newest_snapshot or {}).get("threads", ()):
+            frames = [_frame(one) for one in thread["frames"]] if thread["main"] else []
+            inner = list(takewhile(lambda frame: not frame.own, frames))
+            ours = [frame for frame in inner if "/instep/train/" in frame.file]
+            if ours and not any("/instep/train/data/" in frame.file for frame in ours):
+                return ours[-1].name
+        return None
 
     def cite(self, fact: str, source: str = "events.jsonl") -> Evidence:
         return Evidence(fact, f"rank{self.rank}/{source}", self.rank)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from instep.launch.judge_stall import OwnWork, Sight
 from instep.launch.process_facts import list_descendants, read_cpu_seconds, read_moved_bytes
 from instep.records import recording as layout
-from instep.records.recording import Page, check_page
+from instep.records.recording import Mark, Page, check_page
 from instep.records.run_dir import RunDir
 
 MOVED_BYTES = 256 << 10  # read or written by a rank: less is a log line, not work
@@ -26,10 +26,18 @@ def waits_in(page: Page, now: float) -> tuple[str, int] | None:
     if mark is None or mark.kind == "ended":
         return None
     if mark.kind == "enter-collective":
-        return (f"{mark.operation} of group {mark.group}" if mark.group else mark.operation), mark.sequence
+        return _name(mark), mark.sequence
     if not page.pending or now - page.beat > STALE_SECONDS:
         return None
+    if page.is_elsewhere and not mark.kind.startswith("enter"):
+        return None  # what it has started goes on behind its back
     return "backward" if "backward" in mark.kind else "started before", mark.sequence
+
+
+def _name(mark: Mark) -> str:
+    """Equal on all ranks that wait for one thing; those of a transfer wait for different ranks."""
+    name = f"{mark.operation} of group {mark.group}" if mark.group else mark.operation
+    return f"{name} with {mark.count - 1}" if mark.operation in layout.POINT_TO_POINT and mark.count else name
 
 
 def progress_of(page: Page) -> tuple[int, ...]:

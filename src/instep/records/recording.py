@@ -27,6 +27,9 @@ COMPILING = 104  # u64: 1 while a compiler runs in the rank
 RESIDENT_BYTES = 112  # u64
 NUM_BATCHES = 120  # u64: batch prints written so far
 SECONDS = 128  # f64 x 16: time spent by kind, see SECONDS_OF
+ELSEWHERE = (
+    256  # u64: 1 while the innermost Python line of the main thread is none of torch's, so that it waits for no one
+)
 MARKS = 512
 NUM_MARK_SLOTS = 2048
 STEPS = MARKS + NUM_MARK_SLOTS * 40
@@ -222,6 +225,10 @@ class Page:
     @property
     def compiling(self) -> bool:
         return self._u64(COMPILING) != 0
+
+    @property
+    def is_elsewhere(self) -> bool:
+        return self._u64(ELSEWHERE) != 0
 
     @property
     def resident_bytes(self) -> int:

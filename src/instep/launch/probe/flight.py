@@ -10,8 +10,6 @@ import pickle
 import sys
 from typing import Any
 
-from instep.launch.probe.sites import is_users_file
-
 
 def _function(name: str) -> Any:
     try:
@@ -42,13 +40,16 @@ def read_status() -> tuple[int, int] | None:
 
 
 def read_entries(newest: int = 48) -> list[dict[str, Any]]:
-    """The newest collectives with the user's line that started each. Milliseconds: only on request."""
+    """The newest collectives. Milliseconds: only on request.
+
+    Without the lines that started them: to name those, torch imports its compiler, which takes seconds.
+    """
     for name in ("_dump_fr_trace", "_dump_nccl_trace"):
         dump = _function(name)
         if dump is None:
             continue
         try:
-            entries = pickle.loads(dump(True, True, False)).get("entries") or []
+            entries = pickle.loads(dump(True, False, False)).get("entries") or []
         except (RuntimeError, ValueError, TypeError, pickle.UnpicklingError):
             continue
         if entries:
@@ -68,9 +69,16 @@ def read_groups() -> dict[str, list[int]]:
         return {}
 
 
+def has_device_groups() -> bool:
+    """Whether a backend hands collectives to a device: then a rank may wait in any line that needs their result."""
+    world = getattr(sys.modules.get("torch.distributed.distributed_c10d"), "_world", None)
+    try:
+        return any(str(names[0]) not in ("gloo", "mpi") for names in world.pg_map.values())  # type: ignore[union-attr]
+    except (AttributeError, IndexError, TypeError):
+        return True
+
+
 def _brief(entry: dict[str, Any]) -> dict[str, Any]:
-    own = [frame for frame in entry.get("frames", ()) if is_users_file(frame["filename"])]
-    where = own[0] if own else {}
     return {
         "operation": entry["profiling_name"].partition(":")[2] or entry["profiling_name"],
         "group": entry["process_group"][0],
@@ -78,7 +86,4 @@ def _brief(entry: dict[str, Any]) -> dict[str, Any]:
         "sizes": entry["input_sizes"],
         "dtypes": entry["input_dtypes"],
         "done": bool(entry.get("retired")) or entry.get("state") == "completed",
-        "file": where.get("filename"),
-        "line": where.get("line"),
-        "name": where.get("name"),
     }

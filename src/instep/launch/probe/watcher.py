@@ -64,6 +64,9 @@ class Watcher:
             layout.I64.pack_into(page, layout.LAST_COMPLETED, status[1])
         frame = sys._current_frames().get(self._recorder.main_thread or 0)
         self._sample(frame)
+        # Only where no rank waits for a device in a line of its own.
+        elsewhere = frame is not None and not is_torchs(frame) and not flight.has_device_groups()
+        layout.U64.pack_into(page, layout.ELSEWHERE, int(elsewhere))
         self._count_line(frame)
 
     def _count_line(self, frame: FrameType | None) -> None:
@@ -112,6 +115,10 @@ class Watcher:
 
     def write_snapshot(self) -> None:
         write_json(self._snapshot, take_snapshot(self._recorder))
+
+
+def is_torchs(frame: FrameType) -> bool:
+    return f"{os.sep}torch{os.sep}" in frame.f_code.co_filename
 
 
 def take_snapshot(recorder: Recorder) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from collections import Counter
 from collections.abc import Iterator
 
 from instep.diagnose.hang import Hang, cite_positions, classify
+from instep.diagnose.missing import explain_missing
 from instep.diagnose.run_view import Position, RunView, short
 from instep.records.finding import Finding
 
@@ -28,16 +29,17 @@ def check(run: RunView) -> Iterator[Finding]:
     if hang is None or hang.kind != "collective-mismatch":
         return
     odd, usual = _odd_and_usual(hang)
+    where, why = explain_missing(run, hang.mispairing) if hang.mispairing is not None else (None, "")
     operations = f"{odd.operation} at {short(odd.site)}", f"{usual.operation} at {short(usual.site)}"
     yield Finding(
         id="hang/collective-mismatch",
         title=f"rank {odd.rank} is in {operations[0]}, rank {usual.rank} in {operations[1]}",
-        cause="The ranks have entered different collectives, so they wait for each other.",
-        fix=(f"run {operations[0]} on every rank, or on none",),
+        cause=why or "The ranks have entered different collectives, so they wait for each other.",
+        fix=(f"run {short(where) if where else operations[0]} on every rank, or on none",),
         evidence=cite_positions(run, hang.waiting + hang.outside),
         certainty="certain" if hang.proven else "likely",
         ranks=(odd.rank,),
-        where=odd.site,
+        where=where or odd.site,
     )
 
 
