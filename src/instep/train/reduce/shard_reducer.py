@@ -141,7 +141,7 @@ class ShardReducer:
 
     def norm(self) -> float:
         """Over all shards. Every rank must call it."""
-        pairs = [(is_cut(p), local_part(p.grad).double()) for p in self.parameters if p.grad is not None]
+        pairs = [(is_cut(p), local_part(p.grad)) for p in self.parameters if p.grad is not None]
         cut, alike = ([g for cut, g in pairs if cut is wanted and g.numel()] for wanted in (True, False))
         return norm_over_peers(cut, alike, self.grid, self._copies)
 
