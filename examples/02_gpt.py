@@ -14,6 +14,7 @@ import sysconfig
 from collections import Counter
 from itertools import pairwise
 from pathlib import Path
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -115,21 +116,29 @@ class Windows(Dataset):
 class Block(nn.Module):
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
-        self.heads = heads
+        self.head_width = width // heads
         self.attention_norm, self.mlp_norm = nn.LayerNorm(width), nn.LayerNorm(width)
         self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
         self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width), nn.Dropout(0.05))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        batch, length, width = x.shape
-        qkv = self.qkv(self.attention_norm(x)).view(batch, length, 3, self.heads, width // self.heads)
+        qkv = self.qkv(self.attention_norm(x)).unflatten(-1, (3, -1, self.head_width))
         query, key, value = qkv.permute(2, 0, 3, 1, 4)  # each (batch, heads, length, width of a head)
         mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
-        x = x + self.out(mixed.transpose(1, 2).reshape(batch, length, width))
+        x = x + self.out(mixed.transpose(1, 2).flatten(2))
         return x + self.mlp(self.mlp_norm(x))
 
 
 class GPT(nn.Module):
+    tp_plan: ClassVar = {  # how layers are split where ranks share them: instep run -n 2 --set parallel=tensor ...
+        "blocks.*.qkv": "colwise_qkv",
+        "blocks.*.out": "rowwise",
+        "blocks.*.mlp.0": "colwise",
+        "blocks.*.mlp.2": "rowwise",
+        "tokens": "embedding_rowwise",
+        "head": "colwise_gather_output",
+    }
+
     def __init__(self, vocabulary: int, width: int, depth: int, heads: int) -> None:
         super().__init__()
         self.tokens, self.positions = nn.Embedding(vocabulary, width), nn.Embedding(CONTEXT, width)
@@ -203,10 +212,10 @@ def main() -> None:
                 run.log(held_out_loss=loss)
                 run.print(f"step {step.index + 1}: train loss {step.loss:.3f}, held-out loss {loss:.3f} per token")
         run.save()
-        if run.is_main:
-            prompt = tokenizer.encode("class Queue:\n    def __init__(self").to(run.device)
-            print("-" * 80, tokenizer.decode(model.write(prompt[None], 200)[0].tolist()), "-" * 80, sep="\n")
-            print(f"run directory: {args.dir} (metrics, checkpoints)")
+        prompt = tokenizer.encode("class Queue:\n    def __init__(self").to(run.device)
+        written = model.write(prompt[None], 200)[0].tolist()  # on every rank: they may share the model
+        run.print("-" * 80, tokenizer.decode(written), "-" * 80, sep="\n")
+        run.print(f"run directory: {args.dir} (metrics, checkpoints)")
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from itertools import product
@@ -62,10 +63,12 @@ def read_parallel(value: object) -> Parallel:
         parallel = value
     elif isinstance(value, str) and value in _BY_NAME:
         parallel = _BY_NAME[value]
+    elif isinstance(value, str) and (written := _read_written(value)) is not None:
+        parallel = written
     else:
         raise UsageError(
             f"parallel={value!r} is not a way to split a model. Allowed: {', '.join(map(repr, SHORT_NAMES))}, "
-            "or instep.Parallel(replicate=, shard=, tensor=, pipeline=)."
+            "instep.Parallel(replicate=, shard=, tensor=, pipeline=), or its degrees written out, as 'shard=2,tensor=2'."
         )
     for axis in AXES:
         degree = getattr(parallel, axis)
@@ -83,6 +86,15 @@ def read_parallel(value: object) -> Parallel:
         raise UsageError(f"{parallel.describe()} has a plan, which says how to split layers, and tensor=1 splits none.")
     _check_average(parallel.average_every, parallel)
     return _read_pipeline(parallel)
+
+
+def _read_written(text: str) -> Parallel | None:
+    """`shard=2,tensor=2`, or with x between as `describe` writes it; an axis without a number fills the rest."""
+    found = [re.fullmatch(rf"({'|'.join(AXES)})(?:=(\d+|None))?", part) for part in re.split(r"\s*,\s*|\s+x\s+", text)]
+    if not all(found):
+        return None
+    pairs = [match.groups() for match in found if match is not None]
+    return Parallel(**{axis: None if degree in (None, "None") else int(degree) for axis, degree in pairs})
 
 
 def _read_pipeline(parallel: Parallel) -> Parallel:

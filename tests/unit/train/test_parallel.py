@@ -21,6 +21,8 @@ from instep.train.techniques.shard import find_blocks
         (Parallel(replicate=None, shard=2), 8, (4, 2)),
         (Parallel(replicate=2, shard=None), 8, (2, 4)),
         (Parallel(), 1, (1, 1)),
+        ("replicate=2 x shard=2", 4, (2, 2)),
+        ("shard,replicate=4", 8, (4, 2)),
     ],
 )
 def test_one_degree_fills_the_rest(value: Any, size: int, expected: tuple[int, int]) -> None:
@@ -98,6 +100,9 @@ def test_names_what_does_not_go_together(arguments: dict[str, Any], text: str) -
         "seed": 0,
         "keep": 3,
         "parallel": "zero3",
+        "recompute": None,
+        "offload": False,
+        "compile": False,
     }
     with pytest.raises(instep.UsageError, match=re.escape(text)):
         check_shardable(read_arguments({**given, **arguments}))

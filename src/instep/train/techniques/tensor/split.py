@@ -15,11 +15,12 @@ from instep.records.parallel import Parallel
 from instep.train.arguments import Arguments
 from instep.train.reduce.local_part import is_cut
 from instep.train.techniques.tensor.attention import Heads
-from instep.train.techniques.tensor.plan import Plan, find_plan
+from instep.train.techniques.tensor.plan import Plan, declared_plan, find_plan
 from instep.train.techniques.tensor.regions import Region, guard_region
 from instep.train.techniques.tensor.styles import Columns, Rows, Split, Vocabulary, Whole, num_inputs, num_outputs
 
 HEAD_COUNTS = ("num_heads", "num_attention_heads", "num_key_value_heads", "n_heads", "n_head", "n_kv_heads", "heads")
+HEAD_WIDTHS = ("head_dim", "head_width", "head_size", "attention_head_size")
 PACKED_WIDTHS = ("split_size", "all_head_size")  # of queries, keys and values where they lie in one layer
 Ties = list[list[tuple[nn.Module, str]]]
 
@@ -48,7 +49,7 @@ def split_layers(model: nn.Module, mesh: DeviceMesh, parallel: Parallel, say: Ca
         guard_region(model.get_submodule(name), region)
     tie_again(ties)
     leave_fast_paths(model)
-    say(describe(model, plan, degree))
+    say(describe(model, plan, degree, was_recognised=parallel.plan is None and not declared_plan(model)))
 
 
 def check_splittable(arguments: Arguments) -> None:
@@ -99,7 +100,7 @@ def check_heads(name: str, module: nn.Module, plan: Plan, degree: int) -> None:
         count = getattr(module, attribute, None)
         if isinstance(count, int) and not isinstance(count, bool):
             _check_count(name, attribute, count, degree)
-    width = getattr(module, "head_dim", None)
+    width = next((found for name in HEAD_WIDTHS if isinstance(found := getattr(module, name, None), int)), None)
     for child, layer in module.named_children():
         style = plan.get(f"{name}.{child}")
         if isinstance(width, int) and isinstance(style, Columns) and num_outputs(layer) % (style.parts * width) == 0:
@@ -177,13 +178,13 @@ def leave_fast_paths(model: nn.Module) -> None:
             module.activation_relu_or_gelu = 0  # which only the choice of the kernel reads
 
 
-def describe(model: nn.Module, plan: Plan, degree: int) -> str:
-    """One line: how much of the model is split, and which layers work alone."""
+def describe(model: nn.Module, plan: Plan, degree: int, *, was_recognised: bool) -> str:
+    """One line: how much of the model is split, and how many layers work alone because nobody said more about them."""
     total = sum(p.numel() for p in model.parameters())
     cut = sum(p.numel() for p in model.parameters() if is_cut(p))
     alone = [name for name, style in plan.items() if isinstance(style, Columns) and style.gathered]
     split = sum(not isinstance(style, Whole) for style in plan.values())
     line = f"tensor={degree}: {split} layers split, with {cut / max(total, 1):.0%} of the parameters"
-    if alone:
+    if alone and was_recognised:
         line += f"; outputs gathered after {len(alone)} of them, whose neighbours are not known (Parallel(plan=...) says more)"
     return line

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -36,7 +37,9 @@ def gather(x: Tensor, mesh: DeviceMesh) -> Tensor:
 
 
 def _whole(x: Tensor, mesh: DeviceMesh, placement: Placement) -> Tensor:
-    return DTensor.from_local(x, mesh, [placement], run_check=False).redistribute(placements=[Replicate()]).to_local()
+    whole = DTensor.from_local(x, mesh, [placement], run_check=False).redistribute(placements=[Replicate()]).to_local()
+    # The same numbers, which nobody else holds, but no view to autograd: FSDP2 warns of views that a model returns.
+    return torch.ops.aten._unsafe_view.default(whole, whole.shape)
 
 
 def take_share(x: Tensor, mesh: DeviceMesh) -> Tensor:
@@ -222,6 +225,7 @@ BY_NAME: dict[str, Callable[[], Split]] = {  # as transformers calls them in a m
     "colwise_gather_output": partial(Columns, gathered=True),
     "colwise_rep": partial(Columns, gathered=True),
     "packed_colwise": partial(Columns, 2),
+    "colwise_qkv": partial(Columns, 3),
     "rowwise": Rows,
     "rowwise_split_input": partial(Rows, whole_input=True),
     "rowwise_rep": partial(Rows, whole_input=True),
