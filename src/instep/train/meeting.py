@@ -22,6 +22,8 @@ from instep.errors import RanksDisagree
 from instep.train.call_site import at_line
 
 PATIENCE = timedelta(seconds=5)  # far above any skew between healthy ranks that costs nothing to look at
+SOON = timedelta(seconds=1)  # once others may be waiting as well
+MOST_LOOKS_SOON = 10  # then it is one that is late, and each look asks the store about every rank
 CONFIRM_SECONDS = 0.5  # a rank on its way out of a wait has this long to take its note back
 
 
@@ -46,18 +48,18 @@ class Meeting:
 
     def wait(self, handle: Any, what: str) -> None:
         """Waits for an asynchronous collective. what: what the ranks have to agree on, as `step.update() of step 3`."""
-        posted = False
+        looks = 0
         while True:
             try:
-                handle.wait(PATIENCE)
+                handle.wait(SOON if 0 < looks <= MOST_LOOKS_SOON else PATIENCE)
                 break
             except RuntimeError as error:
                 if "timed out" not in str(error).lower() or handle.is_completed():
                     raise
             self._post(what)
-            posted = True
+            looks += 1
             self._check()
-        if posted:
+        if looks:
             self.store.set(self._key(self._members[self.rank]), "")
 
     def gather(self, value: Any, what: str) -> list[Any]:

@@ -19,7 +19,7 @@ from instep.train.data.loader import MicroBatch, StepBatches
 from instep.train.exact_rows import backward_exactly
 from instep.train.forward_backward import check_functions, read_loss, take_apart
 from instep.train.position import LoopPosition
-from instep.train.reduce.words import Table
+from instep.train.reduce.words import Table, number_call
 from instep.train.rows import AllRows, backward_rows
 from instep.train.step_checks import check_backward, check_first_update, check_loss, check_place, is_unreached
 from instep.train.techniques.pipeline.train_pass import find_pipeline, train_pass
@@ -250,7 +250,7 @@ class Step:
                 "micro-batches without step.backward (after continue, or left by break) count with weight 0 (said once); "
                 "leaving the loop by break makes the numbers depend on the number of processes"
             )
-        call = (self.index * 64 + self._updates * 8 + run._trained.index(trained)) % (1 << 24)
+        call = number_call(self.index, self._updates, run._trained.index(trained))
         trained.reducer.rates = digest_rates(trained.optimizer)
         table = trained.reducer.reduce(call, run._stop_asked, self._name())
         if len(set(table.rates)) > 1:

@@ -55,8 +55,7 @@ class LocalReducer(Reducer):
         if self.ranks.size > 1:
             self.ranks.wait(dist.all_reduce(row, group=self.ranks.host_group, async_op=True), self._what)
         table = self._messages.read(row)
-        if len(set(table.calls)) > 1:
-            raise RanksDisagree(f"{self._what} on rank {self.ranks.rank} met another update of another rank.")
+        check_calls(table.calls)
         self._num_failed = int(table.extra[0])
         return replace(table, used=own.used, extra=own.extra)
 

@@ -28,7 +28,7 @@ from instep.train.reduce.lanes import Lanes
 from instep.train.reduce.layout import plan_buckets, window
 from instep.train.reduce.local_part import as_whole, is_cut, local_part, settled
 from instep.train.reduce.norm import gradient_norm, norm_over_peers
-from instep.train.reduce.words import Note, Table, Words
+from instep.train.reduce.words import Note, Table, Words, check_calls
 from instep.train.world import World
 
 SMALL_BYTES = 256 << 10  # in cache: zeroing and adding in place is cheaper than a copy per parameter
@@ -238,12 +238,7 @@ class Reducer:
         for handle in self._handles:
             self.world.wait(handle, what)
         table = self._words.read(tail)
-        if len(set(table.calls)) > 1:
-            odd = [rank for rank, other in enumerate(table.calls) if other != table.calls[0]]
-            raise RanksDisagree(
-                f"{what} on rank {self.world.rank} met another update: ranks {odd} are in a different call than rank 0. "
-                "Every rank has to make the same calls of step.update in the same order."
-            )
+        check_calls(table.calls)
         return table
 
     def _second_round(self, table: Table, what: str) -> None:

@@ -12,10 +12,35 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
+from instep.errors import RanksDisagree
+
 MAX_LANES = 16  # backward calls per micro-batch that a row has room for
 
 # Columns of a row; behind them the weights of the lanes, then their losses: high words, then low words.
 _CALL, _COUNTED, _GIVEN, _STOP, _LANES, _RATES, _FIXED = 0, 1, 2, 3, 4, 5, 6
+
+
+def number_call(step: int, updates: int, optimizer: int) -> int:
+    """Which update this is, in 24 bits: of the step, after so many updates in it, of the optimizer with this number."""
+    return (step * 64 + updates * 8 + optimizer) % (1 << 24)
+
+
+def check_calls(calls: Sequence[int]) -> None:
+    """Raises RanksDisagree when the ranks have met in different updates."""
+    if len(set(calls)) == 1:
+        return
+    ranks: dict[int, list[str]] = {}
+    for rank, call in enumerate(calls):
+        ranks.setdefault(call, []).append(str(rank))
+    one_step = len({call // 64 for call in calls}) == 1
+    parts = []
+    for call, those in ranks.items():
+        more = f" (optimizer {call % 8}, after {call // 8 % 8} other updates)" if one_step else ""
+        parts.append(f"{'rank' if len(those) == 1 else 'ranks'} {', '.join(those)} in that of step {call // 64}{more}")
+    raise RanksDisagree(
+        f"The ranks met in different calls of step.update(): {'; '.join(parts)}. Those that are behind made one too many, or those "
+        "ahead left one out, as by `continue` or a condition on the rank. Every rank has to make the same calls."
+    )
 
 
 @dataclass
