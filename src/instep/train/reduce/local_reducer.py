@@ -16,11 +16,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from instep.errors import RanksDisagree
 from instep.train.reduce.group_sum import GroupSum
 from instep.train.reduce.norm import gradient_norm
 from instep.train.reduce.reducer import Reducer
-from instep.train.reduce.words import Note, Table, Words
+from instep.train.reduce.words import Note, Table, Words, check_calls
 from instep.train.world import World
 
 

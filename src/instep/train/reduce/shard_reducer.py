@@ -14,14 +14,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from instep.errors import RanksDisagree, UsageError
+from instep.errors import UsageError
 from instep.train.mesh import Grid
 from instep.train.reduce.group_sum import GroupSum
 from instep.train.reduce.lanes import Lanes
 from instep.train.reduce.local_part import is_cut, local_part
 from instep.train.reduce.norm import norm_over_peers
 from instep.train.reduce.words import Note as WordsNote
-from instep.train.reduce.words import Table, Words
+from instep.train.reduce.words import Table, Words, check_calls
 from instep.train.techniques.shard import sharded_modules
 from instep.train.techniques.turns import Turns
 
