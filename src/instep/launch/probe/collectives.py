@@ -132,7 +132,7 @@ def _enter(recorder: Recorder, operation: int, counted: bool, args: Any, kwargs:
     elements = 0
     if given is not None:
         elements = given.numel()
-        note_parameter_traffic(recorder, given, site)
+        note_parameter_traffic(recorder, given, site, layout.OPERATIONS[operation])
     flags = layout.ASYNC if kwargs.get("async_op") else 0
     flags |= _group_flags(args, kwargs)
     count = recorder.calls if counted else _peer(layout.OPERATIONS[operation], args, kwargs) + 1

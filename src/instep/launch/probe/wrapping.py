@@ -96,9 +96,14 @@ WRAPPERS = Wrappers()
 
 
 @contained
-def note_parameter_traffic(recorder: Recorder, tensor: torch.Tensor, site: int) -> None:
-    """The script averages parameters or gradients itself (as local SGD does): ranks may differ in between."""
+def note_parameter_traffic(recorder: Recorder, tensor: torch.Tensor, site: int, operation: str) -> None:
+    """The script averages parameters or gradients itself (as local SGD does): ranks may differ in between.
+
+    A tensor that is none of them counts when it is as large as a good part of them: a flat copy. States of generators,
+    which training libraries broadcast, and results that are gathered do not.
+    """
     elements = tensor.numel()
+    may_be_copy = tensor.is_floating_point() and "gather" not in operation
     for wrapped in WRAPPERS.all:
         if wrapped.averaged_by_hand or (elements not in wrapped.sizes and 4 * elements < wrapped.num_elements):
             continue
@@ -108,7 +113,7 @@ def note_parameter_traffic(recorder: Recorder, tensor: torch.Tensor, site: int) 
             for p in wrapped.parameters
             if p.numel() == elements
         )
-        if own or 4 * elements >= wrapped.num_elements > 64:
+        if own or (may_be_copy and 4 * elements >= wrapped.num_elements > 64):
             wrapped.averaged_by_hand = True
             recorder.log.note("averaged-by-hand", wrapper=wrapped.number, site=site)
 
