@@ -194,6 +194,8 @@ def make_hooks(spec: LaunchSpec) -> Hooks:
         return Hooks()
     run_dir = RunDir(Path(spec.run_dir))
 
+    told: set[tuple[str, str]] = set()
+
     def describe() -> Told:
         findings = [
             one
@@ -202,7 +204,9 @@ def make_hooks(spec: LaunchSpec) -> Hooks:
         ]
         keep_json(run_dir.findings, [finding.as_json() for finding in findings])
         hopeless = any(one.id in _HOPELESS and one.certainty == "certain" for one in findings)
-        return Told(format_findings(findings), hopeless)
+        news = [one for one in findings if (one.id, one.title) not in told]  # the rest is said again at the end
+        told.update((one.id, one.title) for one in news)
+        return Told(format_findings(news), hopeless)
 
     return Hooks(on_tick=watch_for_stalls(run_dir, spec.stall_after_seconds, spec.on_stall == "stop", describe))
 
@@ -221,7 +225,8 @@ def diagnose_run(run_dir: RunDir) -> list[Finding]:
 def report(spec: LaunchSpec, outcome: Outcome) -> None:
     """The last words: the failing rank's own, then the findings, which are kept in findings.json too."""
     run_dir = RunDir(Path(spec.run_dir))
-    text = outcome.failure_text + (_report_of_first(run_dir, outcome.sharing) or _own_report(spec, run_dir, outcome))
+    elsewhere = _report_of_first(run_dir, outcome.sharing)
+    text = outcome.failure_text + (elsewhere if elsewhere is not None else _own_report(spec, run_dir, outcome))
     if text:
         sys.stderr.write(text)
         sys.stderr.flush()
@@ -248,16 +253,14 @@ def _was_printed(finding: Finding, sharing: Sharing | None) -> bool:
     return finding.id == "crash/exception" and (sharing is None or bool(set(finding.ranks) & set(sharing.nodes.ranks)))
 
 
-def _report_of_first(run_dir: RunDir, sharing: Sharing | None) -> str:
-    """On the other nodes of a run on several: where the findings are; empty where this node reports for itself."""
-    if sharing is None or sharing.nodes.is_first:
-        return ""
-    findings = sharing.await_report()
-    if findings is None:
-        return ""
+def _report_of_first(run_dir: RunDir, sharing: Sharing | None) -> str | None:
+    """On the other nodes of a run on several: where the findings are, if any; None where this node reports for itself."""
+    findings = sharing.await_report() if sharing is not None and not sharing.nodes.is_first else None
+    if sharing is None or findings is None:
+        return None
     if not sharing.nodes.shares_folder:
         keep_json(run_dir.findings, findings)
-    return f"instep: {describe_first(sharing.nodes)}\n" if findings else "instep: nothing was found on any node\n"
+    return f"instep: {describe_first(sharing.nodes)}\n" if findings else ""
 
 
 def _short(path: Path) -> str:
