@@ -142,6 +142,31 @@ def test_trains_as_one_process_does(name: str, split: str) -> None:
             torch.testing.assert_close(rank["state"][key], value, rtol=TOLERANCE, atol=TOLERANCE, msg=key)
 
 
+def shared_out(rank: int, size: int, parallel: Any) -> dict[str, Any]:
+    """With an optimizer that looks at whole matrices."""
+    with instep.Run(global_batch=16, micro_batch=2, parallel=parallel, exact=True) as run:
+        model = Deep()
+        optimizer = torch.optim.Adafactor(model.parameters(), lr=0.1)
+        run.prepare(model, optimizer)
+        for step in run.steps(run.loader(data(), shuffle=True), steps=4):
+            for x, y in step:
+                step.backward(F.cross_entropy(model(x), y))
+            step.update()
+        return {
+            "state": {key: value.clone() for key, value in model.state_dict().items()},
+            "kept": len(optimizer.state),
+        }
+
+
+def test_zero1_keeps_the_bits_and_a_share_of_the_state() -> None:
+    alone = run_ranks(shared_out, 1, "ddp")[0]
+    ranks = run_ranks(shared_out, 2, "zero1")
+    for rank in ranks:
+        assert all(torch.equal(rank["state"][key], value) for key, value in alone["state"].items())
+        assert 0 < rank["kept"] < alone["kept"]
+    assert sum(rank["kept"] for rank in ranks) == alone["kept"]
+
+
 def train_partly(rank: int, size: int, folder: str, parallel: Any, precision: str, last: int) -> dict[str, Any]:
     with instep.Run(global_batch=16, micro_batch=2, parallel=parallel, precision=precision, dir=folder) as run:
         model = Deep().float() if precision != "fp32" else Deep()

@@ -10,10 +10,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 import instep
 from run_ranks import run_ranks
-from scenarios import CLASSES, FEATURES, adam, data, result
+from scenarios import CLASSES, FEATURES, Branches, adam, contrastive, data, result, supervised, two_calls
 
 TOLERANCE = 1e-9  # float64, a few steps
 
@@ -144,3 +145,31 @@ def test_trains_as_one_process_does(name: str, split: str) -> None:
         for key, value in expected["state"].items():
             torch.testing.assert_close(rank["state"][key], value, rtol=TOLERANCE, atol=TOLERANCE, msg=key)
         assert rank["held"] < 0.8 * expected["held"]
+
+
+def own_plan(**split: Any) -> dict[str, Any]:
+    """A plan in PyTorch's terms, and layers that it leaves whole."""
+    plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
+    return supervised(**{**split, "parallel": instep.Parallel(tensor=2, plan=plan)} if split else {})
+
+
+LOOPS: dict[str, Callable[..., dict[str, Any]]] = {
+    "several calls": lambda **split: supervised(loss_of=two_calls, **split),
+    "unused parameters": lambda **split: supervised(Branches, micro_batch=1, **split),
+    "rows": contrastive,
+    "own plan": own_plan,
+}
+
+
+def loop(rank: int, size: int, name: str) -> dict[str, Any]:
+    return LOOPS[name](**{} if size == 1 else {"parallel": "tensor"})
+
+
+@pytest.mark.parametrize("name", LOOPS)
+def test_takes_every_loop_that_ddp_takes(name: str) -> None:
+    expected = run_ranks(loop, 1, name)[0]
+    for rank in run_ranks(loop, 2, name):
+        for there, here in zip(expected["history"], rank["history"], strict=True):
+            assert here == pytest.approx(there, rel=TOLERANCE)
+        for key, value in expected["state"].items():
+            torch.testing.assert_close(rank["state"][key], value, rtol=TOLERANCE, atol=TOLERANCE, msg=key)
