@@ -35,7 +35,7 @@ def compare(one: Position, two: Position) -> Fork | None:
     """How the stacks of two ranks part."""
     pair = _parting(one.frames, two.frames)
     if pair is None:
-        return None
+        return _deeper(one, two) or _deeper(two, one)
     first, second = pair
     source = load(first.file)
     if source is None or first.line == second.line:
@@ -80,6 +80,20 @@ def _branch(source: Source, one: Position, two: Position, first: Frame, second: 
 def _inside_call(inner: Position, outer: Position, parting: Frame) -> Fork | None:
     """One rank is still inside a call that the other has left: a condition on the rank further in sent it out."""
     for frame in reversed(inner.frames[: inner.frames.index(parting)]):
+        source = load(frame.file)
+        found = rank_condition(source, frame.line) if source is not None else None
+        if source is not None and found is not None:
+            where = source.site(frame.line if _holds(found, frame.line) else found)
+            return Fork("rank-branch", inner.rank, outer.rank, where, source.site(found))
+    return None
+
+
+def _deeper(inner: Position, outer: Position) -> Fork | None:
+    """One rank has come back to code of the script, from a library that both are in: a condition on the rank there."""
+    extra = len(inner.frames) - len(outer.frames)
+    if extra <= 0 or not outer.frames or inner.frames[extra:] != outer.frames:
+        return None
+    for frame in reversed(inner.frames[:extra]):
         source = load(frame.file)
         found = rank_condition(source, frame.line) if source is not None else None
         if source is not None and found is not None:
