@@ -25,6 +25,8 @@ class Parallel:
     gathered: parameters stay whole between forward and backward, which saves a gather and costs their memory (zero2).
     share_optimizer: copies share the optimizer's state out, and each steps a part of the parameters (zero1).
     plan: how layers are split along the tensor axis, by name; None takes the model's own or what is recognised.
+    split_loss: the output head (or the layer of that name) leaves each rank its share of the classes, and cross_entropy adds
+    up over them.
     average_every: above 1, copies train by themselves and take the mean of their parameters every so many steps.
     schedule: the order in which a pipeline runs its micro-batches (records.schedules); cut: names of the modules that begin
     its stages after the first, found from parameters and estimated time when None.
@@ -37,6 +39,7 @@ class Parallel:
     gathered: bool = False
     share_optimizer: bool = field(default=False, kw_only=True)
     plan: Mapping[str, Any] | None = field(default=None, hash=False, kw_only=True)
+    split_loss: bool | str = field(default=False, kw_only=True)
     average_every: int = 1
     schedule: str = "1f1b"
     cut: tuple[str, ...] | list[str] | None = None
@@ -84,6 +87,10 @@ def read_parallel(value: object) -> Parallel:
         )
     if parallel.plan is not None and parallel.tensor == 1:
         raise UsageError(f"{parallel.describe()} has a plan, which says how to split layers, and tensor=1 splits none.")
+    if parallel.split_loss and parallel.tensor == 1:
+        raise UsageError(
+            f"{parallel.describe()} has split_loss={parallel.split_loss!r}, which is for the output of a layer that tensor= splits."
+        )
     _check_average(parallel.average_every, parallel)
     return _read_pipeline(parallel)
 

@@ -107,6 +107,8 @@ def prepare_parts(
     if split.tensor != 1:
         assert mesh is not None
         split_layers(model, mesh["tensor"], split, run._observer.say)
+        if split.split_loss:
+            run._split_losses()
     change_blocks(model, options, world.device)
     if share is not None:
         run._pipelines.append(make_pipeline(model, share, split, run._dtype))

@@ -6,12 +6,14 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from types import FrameType
 from typing import Any
 from weakref import WeakSet
 
 import torch
 from torch import nn
+from torch.distributed.tensor.parallel import loss_parallel
 
 from instep import settings
 from instep.errors import InstepError, RanksDisagree, UsageError
@@ -131,6 +133,7 @@ class Run:
         self._hooks: list[Any] = []  # on models
         self._trained: list[Trained] = []
         self._pipelines: list[Pipeline] = []
+        self._loss_context: AbstractContextManager[None] | None = None
         self._group = world.new_group()
         self._lay_out(split)
         self._position = Position()
@@ -167,6 +170,12 @@ class Run:
         self._data_group = self._group if data is self._world else data.new_group()
         self._buffers = Buffers(data, self._observer.say, self._slots.local if self._exact else None)
 
+    def _split_losses(self) -> None:
+        """From here to the end of the run, cross_entropy of outputs that lie in shares adds up over the ranks."""
+        if self._loss_context is None:
+            self._loss_context = loss_parallel()
+            self._loss_context.__enter__()
+
     def _choose_threads(self, arguments: Arguments, world: World) -> None:
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         if arguments.exact:
@@ -197,6 +206,8 @@ class Run:
                 trained.close()
             for hook in self._hooks:
                 hook.remove()
+            if self._loss_context is not None:
+                self._loss_context.__exit__(None, None, None)
             for pipeline in self._pipelines:
                 pipeline.close()
             if world.meeting is not None:

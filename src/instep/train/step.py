@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from instep.errors import UsageError
 from instep.records.finding import CallSite
@@ -125,6 +126,7 @@ class Step:
                 trained.reducer.lanes.skip()
             return
         check_loss(loss)
+        loss = loss.full_tensor() if isinstance(loss, DTensor) else loss  # of a split head: the same on all its ranks
         if run._exact and self._current is None and not self._rows:
             raise UsageError(
                 "exact=True adds gradients in the order of micro-batches: call step.backward inside the inner loop, or leave "

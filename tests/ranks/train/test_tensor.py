@@ -14,7 +14,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 import instep
 from run_ranks import run_ranks
-from scenarios import CLASSES, FEATURES, Branches, adam, contrastive, data, result, supervised, two_calls
+from scenarios import CLASSES, FEATURES, Branches, Tied, adam, contrastive, data, result, supervised, two_calls
 
 TOLERANCE = 1e-9  # float64, a few steps
 
@@ -158,7 +158,9 @@ LOOPS: dict[str, Callable[..., dict[str, Any]]] = {
     "unused parameters": lambda **split: supervised(Branches, micro_batch=1, **split),
     "rows": contrastive,
     "own plan": own_plan,
+    "split loss": lambda **split: supervised(Tied, **({"parallel": SPLIT_LOSS} if split else {})),
 }
+SPLIT_LOSS = instep.Parallel(tensor=2, split_loss="out")
 
 
 def loop(rank: int, size: int, name: str) -> dict[str, Any]:
@@ -173,3 +175,30 @@ def test_takes_every_loop_that_ddp_takes(name: str) -> None:
             assert here == pytest.approx(there, rel=TOLERANCE)
         for key, value in expected["state"].items():
             torch.testing.assert_close(rank["state"][key], value, rtol=TOLERANCE, atol=TOLERANCE, msg=key)
+
+
+def refused(rank: int, size: int) -> list[str]:
+    """What cannot be, said on every rank."""
+    texts = []
+    with instep.Run(global_batch=16, micro_batch=2) as run:
+        kept = run.loader(data())
+        with pytest.raises(instep.UsageError) as late:
+            run.prepare(Tied(), parallel=instep.Parallel(tensor=2))
+        texts.append(str(late.value))
+        assert kept is not None
+    with instep.Run(global_batch=16, micro_batch=2) as run:
+        model, _ = run.prepare(model := Tied(), adam(model), parallel=instep.Parallel(tensor=2, split_loss=True))
+        assert run.loader(data()) is not None and len(run.gather(0)) == 1
+        with pytest.raises(instep.UsageError) as wrong_head:
+            model(data()[:2][0])
+        texts.append(str(wrong_head.value))
+    return texts
+
+
+def test_says_what_cannot_be() -> None:
+    late, wrong_head = run_ranks(refused, 2)[0]
+    assert late == (
+        "run.prepare(parallel=tensor=2) gives each micro-batch to 2 ranks, and this run's models and loaders were made for 1. Give "
+        "the split to instep.Run(parallel=...), which holds for all of them."
+    )
+    assert wrong_head.startswith("a layer got a DTensor of shape (2, 6), whose parts split_loss leaves on their ranks")

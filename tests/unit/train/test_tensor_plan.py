@@ -12,7 +12,14 @@ import instep
 from instep.records.parallel import Parallel, read_parallel
 from instep.train.techniques.tensor.plan import find_plan, fits
 from instep.train.techniques.tensor.regions import draws
-from instep.train.techniques.tensor.split import check_divides, check_heads, find_ties, settle_ties, split_owners
+from instep.train.techniques.tensor.split import (
+    check_divides,
+    check_heads,
+    find_head,
+    find_ties,
+    settle_ties,
+    split_owners,
+)
 
 
 def sequence() -> nn.Sequential:
@@ -140,6 +147,15 @@ def test_a_plan_without_a_tensor_axis_is_refused() -> None:
         instep.UsageError, match=re.escape("has a plan, which says how to split layers, and tensor=1 splits none")
     ):
         read_parallel(Parallel(shard=2, plan={"a": "colwise"}))
+
+
+def test_the_layer_that_the_loss_goes_to_has_to_be_split() -> None:
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4))
+    text = "split_loss=True wants the model's last layer split by outputs, and 2 is not"
+    with pytest.raises(instep.UsageError, match=re.escape(text)):
+        find_head(model, find_plan(model, None, 2), True)
+    with pytest.raises(instep.UsageError, match=re.escape("has split_loss=True, which is for the output of a layer")):
+        read_parallel(Parallel(shard=2, split_loss=True))
 
 
 def test_sees_whether_a_module_draws() -> None:

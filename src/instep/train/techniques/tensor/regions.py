@@ -24,6 +24,16 @@ class Region:
     def __init__(self, rank: int, size: int) -> None:
         self.rank, self.size = rank, size
         self.inside = False
+        self._entered: tuple[Tensor, bool, Tensor] | None = None
+
+    def enter_once(self, x: Tensor, enter: Callable[[Tensor], Tensor]) -> Tensor:
+        """Layers side by side that take the same input share its entry, so backward adds over ranks once."""
+        if self._entered is None or self._entered[0] is not x or self._entered[1] != torch.is_grad_enabled():
+            self._entered = x, torch.is_grad_enabled(), enter(x)
+        return self._entered[2]
+
+    def leave(self) -> None:
+        self.inside, self._entered = False, None
 
     def dropout(self, x: Tensor, p: float) -> Tensor:
         dim = HEADS_DIM if x.dim() == 4 else x.dim() - 1
@@ -118,7 +128,7 @@ def guard_region(module: nn.Module, region: Region) -> None:
             with _Dropouts(region):
                 return forward(*args, **kwargs)
         finally:
-            region.inside = False
+            region.leave()
 
     module.forward = guarded
 

@@ -17,7 +17,16 @@ from instep.train.reduce.local_part import is_cut
 from instep.train.techniques.tensor.attention import Heads
 from instep.train.techniques.tensor.plan import Plan, declared_plan, find_plan
 from instep.train.techniques.tensor.regions import Region, guard_region
-from instep.train.techniques.tensor.styles import Columns, Rows, Split, Vocabulary, Whole, num_inputs, num_outputs
+from instep.train.techniques.tensor.styles import (
+    Columns,
+    Rows,
+    Split,
+    Vocabulary,
+    Whole,
+    is_linear,
+    num_inputs,
+    num_outputs,
+)
 
 HEAD_COUNTS = ("num_heads", "num_attention_heads", "num_key_value_heads", "n_heads", "n_head", "n_kv_heads", "heads")
 HEAD_WIDTHS = ("head_dim", "head_width", "head_size", "attention_head_size")
@@ -39,6 +48,8 @@ def split_layers(model: nn.Module, mesh: DeviceMesh, parallel: Parallel, say: Ca
         check_heads(name, model.get_submodule(name), plan, degree)
     ties = find_ties(model)
     settle_ties(model, plan, ties, is_given=parallel.plan is not None)
+    if parallel.split_loss:
+        find_head(model, plan, parallel.split_loss).spread = True
     region = Region(mesh.get_local_rank(), degree)
     for name, style in plan.items():
         if isinstance(style, Split):
@@ -63,6 +74,23 @@ def check_splittable(arguments: Arguments) -> None:
             "compress='powersgd' looks at whole matrices of gradients, of which tensor= leaves each rank a part. Take 'bf16' or "
             "'fp16', or leave one of them out."
         )
+
+
+def find_head(model: nn.Module, plan: Plan, given: bool | str) -> Columns:
+    """The layer whose outputs are the model's: what is given, what a transformers model says, or the last linear one.
+    Raises UsageError where it is not split by outputs."""
+    ask = getattr(model, "get_output_embeddings", None)
+    own = ask() if callable(ask) else None
+    names = [name for name, module in model.named_modules() if module is own or (own is None and is_linear(module))]
+    name = given if isinstance(given, str) else names[-1] if names else ""
+    style = plan.get(name)
+    if not isinstance(style, Columns) or not style.gathered:
+        raise UsageError(
+            f"split_loss={given!r} wants the model's last layer split by outputs, and {name or type(model).__name__} is not: there "
+            "is no such linear layer, the degree does not divide its outputs, or the plan says otherwise. Name another layer, "
+            "as split_loss='head', or leave it out."
+        )
+    return style
 
 
 def split_owners(model: nn.Module, plan: Plan) -> list[str]:

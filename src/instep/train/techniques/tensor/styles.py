@@ -17,12 +17,21 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
+from instep.errors import UsageError
 from instep.train.absent import is_absent
 from instep.train.techniques.tensor.regions import Region
 
 
 def enter(x: Tensor, mesh: DeviceMesh) -> Tensor:
-    """A whole activation comes to where each rank does its share; backward adds the ranks' gradients up."""
+    """A whole activation comes to where each rank does its share; backward adds the ranks' gradients up.
+
+    Raises UsageError for the output of a layer that was taken for the model's last one.
+    """
+    if isinstance(x, DTensor):
+        raise UsageError(
+            f"a layer got a DTensor of shape {tuple(x.shape)}, whose parts split_loss leaves on their ranks for cross_entropy, so "
+            "another layer is the model's last one. Name it: Parallel(split_loss='head')."
+        )
     return DTensor.from_local(x, mesh, [Replicate()], run_check=False).to_local(grad_placements=[Partial()])
 
 
@@ -34,6 +43,11 @@ def add_up(x: Tensor, mesh: DeviceMesh) -> Tensor:
 def gather(x: Tensor, mesh: DeviceMesh) -> Tensor:
     """Shares of the last dim one after another, whole on each rank."""
     return _whole(x, mesh, Shard(x.dim() - 1))
+
+
+def as_shares(x: Tensor, mesh: DeviceMesh) -> Tensor:
+    """Shares of the last dim as one DTensor."""
+    return DTensor.from_local(x, mesh, [Shard(x.dim() - 1)], run_check=False)
 
 
 def _whole(x: Tensor, mesh: DeviceMesh, placement: Placement) -> Tensor:
@@ -101,11 +115,12 @@ class Split(ParallelStyle):
 
 
 class Columns(Split):
-    """A linear layer by outputs. parts: projections that lie one after another in it; gathered: outputs come out whole."""
+    """A linear layer by outputs. parts: projections that lie one after another in it; gathered: outputs come out whole,
+    or, with `spread`, as a DTensor whose parts stay where they are."""
 
     def __init__(self, parts: int = 1, *, gathered: bool = False) -> None:
         super().__init__()
-        self.parts, self.gathered = parts, gathered
+        self.parts, self.gathered, self.spread = parts, gathered, False
         self.weight = Shard(0)
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -116,11 +131,12 @@ class Columns(Split):
         def forward(input: Tensor) -> Tensor:
             weight = own_share(module.weight, dim, self.parts, device_mesh)
             bias = None if module.bias is None else own_share(module.bias, 0, self.parts, device_mesh)
-            out = F.linear(enter(input, device_mesh), weight.T if dim else weight, bias)
             if self.gathered:
-                return gather(out, device_mesh)
+                out = F.linear(enter(input, device_mesh), weight.T if dim else weight, bias)
+                return as_shares(out, device_mesh) if self.spread else gather(out, device_mesh)
+            entered = self.region.enter_once(input, lambda x: enter(x, device_mesh))
             self.region.inside = True
-            return out
+            return F.linear(entered, weight.T if dim else weight, bias)
 
         module.forward = forward
         return module
@@ -143,7 +159,7 @@ class Rows(Split):
         place(module, "bias", device_mesh, Replicate())
 
         def forward(input: Tensor) -> Tensor:
-            self.region.inside = False
+            self.region.leave()
             share = take_share(input, device_mesh) if self.whole_input else input
             weight: Any = module.weight
             local = weight.to_local()
