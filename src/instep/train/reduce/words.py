@@ -21,8 +21,11 @@ _CALL, _COUNTED, _GIVEN, _STOP, _LANES, _RATES, _FIXED = 0, 1, 2, 3, 4, 5, 6
 
 
 def number_call(step: int, updates: int, optimizer: int) -> int:
-    """Which update this is, in 24 bits: of the step, after so many updates in it, of the optimizer with this number."""
-    return (step * 64 + updates * 8 + optimizer) % (1 << 24)
+    """Which update this is, in 24 bits: of the step, after so many updates in it, of the optimizer with this number.
+
+    Never 0, which is what a rank sends that goes on without an update.
+    """
+    return 1 + (step * 64 + updates * 8 + optimizer) % ((1 << 24) - 1)
 
 
 def check_calls(calls: Sequence[int]) -> None:
@@ -32,14 +35,16 @@ def check_calls(calls: Sequence[int]) -> None:
     ranks: dict[int, list[str]] = {}
     for rank, call in enumerate(calls):
         ranks.setdefault(call, []).append(str(rank))
-    one_step = len({call // 64 for call in calls}) == 1
+    one_step = len({(call - 1) // 64 for call in calls}) == 1
     parts = []
     for call, those in ranks.items():
-        more = f" (optimizer {call % 8}, after {call // 8 % 8} other updates)" if one_step else ""
-        parts.append(f"{'rank' if len(those) == 1 else 'ranks'} {', '.join(those)} in that of step {call // 64}{more}")
+        step, rest = divmod(call - 1, 64)
+        where = f"in that of step {step}" if call else "went on to the next step without one"
+        more = f" (optimizer {rest % 8}, after {rest // 8} other updates)" if one_step else ""
+        parts.append(f"{'rank' if len(those) == 1 else 'ranks'} {', '.join(those)} {where}{more}")
     raise RanksDisagree(
-        f"The ranks met in different calls of step.update(): {'; '.join(parts)}. Those that are behind made one too many, or those "
-        "ahead left one out, as by `continue` or a condition on the rank. Every rank has to make the same calls."
+        f"The ranks met in different calls of step.update(): {'; '.join(parts)}. A `continue`, a `break` or a condition that not "
+        "all ranks take left one out, or made one too many. Every rank has to make the same calls."
     )
 
 
