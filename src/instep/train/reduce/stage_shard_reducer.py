@@ -69,5 +69,5 @@ class StageShardReducer(ShardReducer):
     def norm(self) -> float:
         twice = {id(tied.parameter) for tied in self._tied if not tied.counts_here}
         found = [(is_cut(p), local_part(p.grad)) for p in self.parameters if p.grad is not None and id(p) not in twice]
-        cut, alike = ([gradient.double() for is_cut, gradient in found if is_cut is wanted] for wanted in (True, False))
+        cut, alike = ([gradient for is_cut, gradient in found if is_cut is wanted] for wanted in (True, False))
         return norm_over_peers(cut, alike, self.grid, self._copies)
