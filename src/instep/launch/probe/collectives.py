@@ -66,17 +66,26 @@ def _wrap(recorder: Recorder, name: str, original: Callable[..., Any]) -> Callab
 def _wrap_wait(recorder: Recorder, original: Callable[..., Any]) -> Callable[..., Any]:
     """Where a rank waits for what it started before: a transfer without a partner is seen nowhere else."""
     operation = layout.OPERATION_NUMBER["wait"]
+    given_up: list[Any] = []  # a work whose wait ran into its timeout: taken up again, it is still the same wait
 
     def wait(self: Any, *args: Any, **kwargs: Any) -> Any:
         # A work of the default group or of another: pairing does not look at it in either case.
         in_other_thread = threading.get_ident() != recorder.main_thread
         if torch.compiler.is_compiling() or recorder.depth or in_other_thread:
             return original(self, *args, **kwargs)
-        recorder.mark(_ENTER, operation, layout.OTHER_GROUP, recorder.sites.here(1))
+        if not any(work is self for work in given_up):
+            recorder.mark(_ENTER, operation, layout.OTHER_GROUP, recorder.sites.here(1))
+        given_up.clear()
         try:
-            return original(self, *args, **kwargs)
-        finally:
-            recorder.mark(_LEAVE, operation, layout.OTHER_GROUP)
+            result = original(self, *args, **kwargs)
+        except RuntimeError:
+            if (args or kwargs) and not self.is_completed():
+                given_up.append(self)
+            else:
+                recorder.mark(_LEAVE, operation, layout.OTHER_GROUP)
+            raise
+        recorder.mark(_LEAVE, operation, layout.OTHER_GROUP)
+        return result
 
     return wait
 
