@@ -304,7 +304,7 @@ class Reducer:
 
     def _build(self, what: str) -> bool:
         """Agrees on the layout. False when no rank has a gradient yet."""
-        what = f"the layout of gradients, for {what}"  # not what ranks wait for that have theirs already
+        what = f"{what}, where gradients are laid out"  # not what ranks wait for that have theirs already
         mine = (self._order, self._expected, self.lanes.first_reference, sorted(self._sparse), self._trained)
         orders, expected, references, sparse, trained = zip(*self.world.gather_objects(mine, what))
         if len(set(trained)) > 1:
