@@ -28,8 +28,8 @@ from instep.settings import read_setting
 
 _EXPLAIN_A_STALL = ("numbers/silent-pairing",)  # findings of other families that are the cause of one
 _NEEDED_BYTES = 1 << 18  # for a rank's page and the first of its notes
-# Certain findings after which a rank never goes on, though it waits in no collective.
-_HOPELESS = ("hang/lock-across-fork",)
+# Certain findings after which a rank never goes on, of which the launcher by itself knows too little.
+_HOPELESS = ("hang/lock-across-fork", "hang/transfer-without-partner")
 # Families of findings that explain why a rank ended; one of them makes the launcher's own finding needless.
 _EXPLAIN_AN_END = ("crash", "memory", "hang", "nonfinite", "startup", "storage")
 

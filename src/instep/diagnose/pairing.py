@@ -12,7 +12,9 @@ from instep.records import recording as layout
 from instep.records.finding import CallSite
 from instep.records.recording import Mark
 
-EQUAL_SIZES = ("all_reduce", "all_gather", "reduce", "broadcast", "gather", "all_to_all_single")
+# Of parameters that are sharded: their sizes differ when ranks are at different layers.
+_SHARDED = ("all_gather_into_tensor", "all_gather_single", "reduce_scatter_tensor", "reduce_scatter_single")
+EQUAL_SIZES = ("all_reduce", "all_gather", "reduce", "broadcast", "gather", *_SHARDED)
 _MIN_HISTORY = 3  # steps of the same shape that make a habit
 
 
@@ -144,7 +146,8 @@ def _explain(run: RunView, tables: dict[int, dict[int, Slot]], slots: tuple[Slot
         if difference is not None:
             departed.append((rank, *difference))
     is_silent = all(max(table) > slots[0].sequence for table in tables.values())
-    if len({slot.operation for slot in slots}) == 1 and slots[0].operation in EQUAL_SIZES:
+    operations = {slot.operation for slot in slots}
+    if len(operations) == 1 and operations <= set(EQUAL_SIZES) and not operations <= set(_SHARDED):
         return Mispairing(slots, step, is_silent, sizes_differ=len({slot.site for slot in slots}) == 1)
     odd, expected, got = departed[0] if len(departed) == 1 else (None, None, None)
     return Mispairing(slots, step, is_silent, odd, expected=expected, got=got)
@@ -177,7 +180,6 @@ def _first_difference(
         if index >= len(habit):
             return None, act
         if act != habit[index]:
-            rests = (acts[later:] for later in range(index + 1, len(acts)))
-            is_extra = any(rest == habit[index : index + len(rest)] for rest in rests)
+            is_extra = act not in habit and habit[index] in acts[index + 1 :]
             return None if is_extra else habit[index], act
     return (habit[len(acts)], None) if complete and len(acts) < len(habit) else None

@@ -114,6 +114,11 @@ def pack_group(number: int) -> int:
     return (number % 255 + 1) << GROUP_BITS
 
 
+def pack_batch(sends: int, receives: int) -> int:
+    """What a batch of transfers consists of, as it goes into the number of elements."""
+    return sends << 32 | receives
+
+
 @dataclass(frozen=True)
 class Mark:
     """One moment in the life of a rank. site: number of a call site, named in the rank's events; count: for a transfer
@@ -128,6 +133,14 @@ class Mark:
     count: int
     elements: int
     when: float
+
+    @property
+    def transfers(self) -> tuple[int, int]:
+        """Sends and receives of the call; 0 and 0 when that is not known."""
+        if self.operation == "batch_isend_irecv":
+            return self.elements >> 32, self.elements & 0xFFFFFFFF
+        sends = self.operation in ("send", "isend", "send_object_list")
+        return (1, 0) if sends else (0, 1)
 
     @property
     def group(self) -> int:

@@ -131,20 +131,22 @@ def _note_world(recorder: Recorder, site: int) -> None:
 
 @contained
 def _enter(recorder: Recorder, operation: int, counted: bool, args: Any, kwargs: Any) -> tuple[int, float]:
-    site = recorder.sites.here(2)
+    site, name = recorder.sites.here(2), layout.OPERATIONS[operation]
     if counted:
         recorder.calls += 1
     elif not recorder.has_sent:
         recorder.has_sent = True
-        recorder.log.note("point-to-point", site=site, call=layout.OPERATIONS[operation])
+        recorder.log.note("point-to-point", site=site, call=name)
     given = next((one for one in (*args[:2], kwargs.get("tensor")) if isinstance(one, torch.Tensor)), None)
     elements = 0
     if given is not None:
         elements = given.numel()
         note_parameter_traffic(recorder, given, site, layout.OPERATIONS[operation])
+    if name == "batch_isend_irecv":
+        elements = layout.pack_batch(*_count_transfers(args, kwargs))
     flags = layout.ASYNC if kwargs.get("async_op") else 0
     flags |= _group_flags(args, kwargs)
-    count = recorder.calls if counted else _peer(layout.OPERATIONS[operation], args, kwargs) + 1
+    count = recorder.calls if counted else _peer(name, args, kwargs) + 1
     return site, recorder.mark(_ENTER, operation, flags, site, count & 0xFFFFFFFF, elements)
 
 
@@ -153,6 +155,13 @@ def _group_flags(args: Any, kwargs: Any) -> int:
     if group is None or group is dist.group.WORLD:
         return 0
     return layout.OTHER_GROUP | layout.pack_group(zlib.crc32(getattr(group, "group_name", "").encode()))
+
+
+def _count_transfers(args: Any, kwargs: Any) -> tuple[int, int]:
+    """Of a batch: how many it sends, and how many it receives."""
+    batch = args[0] if args else kwargs.get("p2p_op_list", ())
+    sends = sum(one.op is distributed_c10d.isend or one.op is dist.isend for one in batch)
+    return sends, len(batch) - sends
 
 
 def _peer(name: str, args: Any, kwargs: Any) -> int:

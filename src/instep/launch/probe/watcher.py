@@ -39,6 +39,7 @@ class Watcher:
 
     def start(self) -> None:
         if self._thread is None:
+            layout.F64.pack_into(self._recorder.page, layout.BEAT, time.monotonic())  # before anything may hold it up
             self._thread = threading.Thread(target=self._run, name="instep-watch", daemon=True)
             self._thread.start()
 

@@ -18,10 +18,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from instep.diagnose.hang import cite_positions, classify
+from instep.diagnose.hang import Hang, cite_positions, classify
 from instep.diagnose.run_view import RunView, short
-from instep.diagnose.transfers import Transfer
-from instep.records.finding import Finding
+from instep.diagnose.transfers import Transfer, find_transfers
+from instep.records.finding import Certainty, Finding
 
 
 def check(run: RunView) -> Iterator[Finding]:
@@ -40,11 +40,19 @@ def check(run: RunView) -> Iterator[Finding]:
             f"give the transfer at {short(site)} its counterpart on rank {first.peer}, or leave it out on rank {rank}",
         ),
         evidence=cite_positions(run, hang.waiting + hang.outside),
-        certainty="certain" if hang.proven else "possible" if hang.outside else "likely",
+        certainty=_certainty(run, hang),
         ranks=(first.peer,) if first.peer is not None else (),
         where=site,
         explains=("hang/*",),
     )
+
+
+def _certainty(run: RunView, hang: Hang) -> Certainty:
+    """Where all ranks wait in transfers, nothing is under way that could still serve one of them."""
+    if hang.outside:
+        return "possible"
+    known = [one for one in find_transfers(run, hang.waiting) if one.peer is not None]
+    return "certain" if hang.proven or len(known) == len(hang.waiting) else "likely"
 
 
 def _why(first: Transfer) -> str:
