@@ -106,7 +106,10 @@ ASYNC, OTHER_GROUP, OTHER_THREAD, UNSYNCED, NO_GRAPH, NO_GRAD, EVALUATING = (1 <
 GROUP_BITS = 8  # of the flags, above these: a number for the process group, 0 for the default one
 TRAINED = 1  # flag of a batch print: gradients were computed from it
 
-SECONDS_OF = ("data", "forward", "backward", "backward_cpu", "step", "collective", "total", "steps", "usual_own")
+SECONDS_OF = (
+    *("data", "forward", "backward", "backward_cpu", "step", "collective", "total", "steps", "usual_own"),
+    "delayed",  # ready to run and without a core
+)
 
 
 def pack_group(number: int) -> int:
