@@ -69,6 +69,8 @@ def prepare_parts(
         check_shardable(run._arguments)
     if split.tensor != 1:
         check_splittable(run._arguments)
+    if split.pipeline != 1:
+        check_pipeline(run._arguments, split, options)
     take_up_split(run, split)
     data = run._grid.data
     check_scheduler(scheduler, optimizer)
@@ -80,6 +82,7 @@ def prepare_parts(
     agree(parts, world, f"run.prepare of model {len(run._models)}", "parts")
     if not check_new(model, optimizer, run._models, [trained.optimizer for trained in run._trained]):
         number = next(i for i, known in enumerate(run._models) if known is model)
+        assert optimizer is not None  # without one nothing would be new
         run._trained.append(_take_optimizer(run, model, optimizer, scheduler, every, split, f"model {number}"))
         return (model, optimizer) if scheduler is None else (model, optimizer, scheduler)
     if sync_batch_norm and run._slots.count != data.size:
@@ -142,7 +145,6 @@ def take_up_split(run: Run, split: Parallel) -> None:
 
 
 def _share_out(run: Run, model: nn.Module, optimizer: torch.optim.Optimizer | None, split: Parallel) -> Share:
-    check_pipeline(run._arguments, split)
     run._first_reference = run._arguments.micro_batch
     share = share_out(model, optimizer, split, run._grid)
     choice = choose_cut(model, share, split, len(run._slots.local))

@@ -19,6 +19,7 @@ from instep.train.absent import Absent
 from instep.train.arguments import Arguments
 from instep.train.mesh import Grid, places
 from instep.train.reduce.stages import Tied
+from instep.train.techniques.block_options import BlockOptions
 from instep.train.techniques.pipeline.cut import Cuts, cut_model
 from instep.train.techniques.pipeline.pieces import find_pieces
 from instep.train.techniques.pipeline.pipeline import Order, Pipeline
@@ -40,7 +41,7 @@ class Share:
     tied: tuple[Tied, ...]
 
 
-def check_pipeline(arguments: Arguments, split: Parallel) -> None:
+def check_pipeline(arguments: Arguments, split: Parallel, options: BlockOptions) -> None:
     """Raises UsageError for arguments of Run that no pipeline can keep."""
     if arguments.exact:
         raise UsageError(
@@ -51,10 +52,12 @@ def check_pipeline(arguments: Arguments, split: Parallel) -> None:
             f"compress={arguments.compress!r} does not reach the stages of a pipeline and goes with parallel='ddp' only. Leave "
             "one of them out."
         )
-    if split.average_every > 1:
+    if options.offload:
+        raise UsageError("offload=True does not reach the stages of a pipeline yet. Leave one of them out.")
+    if options.compile and SCHEDULES[split.schedule].splits_backward:
         raise UsageError(
-            f"Parallel(average_every={split.average_every}) lets each rank train a whole model and cannot go with "
-            f"pipeline={split.pipeline}. Leave one of them out."
+            f"schedule={split.schedule!r} takes the backward of a block apart, which a compiled one does not allow. Take '1f1b' or "
+            "'interleaved_1f1b', or leave compile out."
         )
 
 
@@ -102,7 +105,7 @@ def choose_cut(model: nn.Module, share: Share, split: Parallel, num_slots: int) 
     for name, parameter in model.named_parameters():
         counts[share.cuts.stages[name]] += parameter.numel()
     shares = ", ".join(f"{100 * count / sum(counts):.0f} %" for count in counts)
-    reason = f"stages with {shares} of the parameters, about as long to compute"
+    reason = f"stages with {shares} of the parameters, as even as can be by memory and estimated work"
     if not SCHEDULES[split.schedule].splits_backward:
         busy = busy_share(share.world.size, share.cuts.count // share.world.size, num_slots)
         reason += f"; {num_slots} micro-batches keep a rank busy {100 * busy:.0f} % of the time at most"
