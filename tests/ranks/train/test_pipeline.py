@@ -254,3 +254,43 @@ def test_continues_in_another_split(tmp_path: Path) -> None:
     assert expected.keys() == weights.keys()
     for key, value in expected.items():
         torch.testing.assert_close(weights[key], value, rtol=TOLERANCE, atol=TOLERANCE)
+
+
+def make_mistakes(rank: int, size: int) -> list[str]:
+    said: list[str] = []
+
+    def note(call: Callable[[], Any]) -> None:
+        with pytest.raises(instep.UsageError) as caught:
+            call()
+        said.append(str(caught.value))
+
+    with instep.Run(global_batch=16, micro_batch=2, parallel=Pipe(shard=2)) as run:
+        note(lambda: run.prepare(Deep(), None))
+    with instep.Run(global_batch=16, micro_batch=2, parallel=Pipe(shard=2, schedule="zbv")) as run:
+        note(lambda: run.prepare(Loose(tied=True), None))
+    with instep.Run(global_batch=16, micro_batch=2, parallel=Pipe(replicate=2)) as run:
+        model, other = Deep(), Deep()
+        run.prepare(model, adam(model))
+        step = next(iter(run.steps(run.loader(data(43)), epochs=1)))
+        note(lambda: model(torch.zeros(2, FEATURES, dtype=torch.float64)))
+        note(lambda: step.all_rows(model))
+        note(lambda: step.forward_backward(other, F.cross_entropy))
+        note(lambda: step.forward_backward(model, 3))
+    return said
+
+
+def test_mistakes_with_a_pipeline_are_told_in_one_sentence() -> None:
+    for said in run_ranks(make_mistakes, 4):
+        assert said == [
+            "a pipeline with sharding shares out whole modules, and shift belongs to a module that lies in several stages. Put "
+            "it into a module of its own, or leave shard out of the split.",
+            "again.weight is one tensor with a parameter of frozen on the same rank, which a pipeline with sharding cannot keep. "
+            "Untie them, take schedule='1f1b', or leave shard out of the split.",
+            "Deep is cut into 2 stages of a pipeline, so its output has no gradients: train it with "
+            "step.forward_backward(model, loss_fn) in place of the inner loop. Called under torch.no_grad(), as in run.evaluate, "
+            "it gives its output on every rank.",
+            "step.all_rows does not reach the stages of a pipeline: train with parallel='ddp'.",
+            "step.forward_backward got a Deep that run.prepare has not cut; it takes the Deep itself, as run.prepare returned it.",
+            "step.forward_backward got a int as its loss_fn; it takes a function of the model's output and the targets, as "
+            "torch.nn.functional.cross_entropy.",
+        ]
