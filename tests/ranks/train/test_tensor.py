@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 import instep
+from instep.train.reduce.local_part import local_part
 from run_ranks import run_ranks
 from scenarios import CLASSES, FEATURES, Branches, Tied, adam, contrastive, data, result, supervised, two_calls
 
@@ -69,7 +70,7 @@ class Llama(nn.Module):
         heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "attention_dropout": 0.1}
         self.model = LlamaForCausalLM(LlamaConfig(**sizes, **heads, tie_word_embeddings=True))
         self.double()
-        self._tp_plan = {f"model.{key}": value for key, value in self.model._tp_plan.items()}
+        self._tp_plan = {f"model.{key}": value for key, value in (self.model._tp_plan or {}).items()}
 
     def forward(self, x: Tensor) -> Tensor:
         return self.model(words(x)).logits[:, -1, :CLASSES]
@@ -117,7 +118,7 @@ def train(rank: int, size: int, name: str, parallel: Any) -> dict[str, Any]:
         values = [(float(F.cross_entropy(model(x), y)), len(y)) for x, y in run.evaluate(test)]
         history.append((run.mean([v for v, _ in values], [n for _, n in values]), run.sum(len(values))))
         assert sum(p.numel() for p in model.parameters()) == sum(p.numel() for p in MODELS[name]().parameters())
-        held = sum(p.to_local().numel() if hasattr(p, "to_local") else p.numel() for p in model.parameters())
+        held = sum(local_part(p).numel() for p in model.parameters())
         return {**result(run, history, model), "held": held}
 
 
@@ -153,14 +154,17 @@ def own_plan(**split: Any) -> dict[str, Any]:
     return supervised(**{**split, "parallel": instep.Parallel(tensor=2, plan=plan)} if split else {})
 
 
+def split_loss(**split: Any) -> dict[str, Any]:
+    return supervised(Tied, **{**split, "parallel": instep.Parallel(tensor=2, split_loss="out")} if split else {})
+
+
 LOOPS: dict[str, Callable[..., dict[str, Any]]] = {
     "several calls": lambda **split: supervised(loss_of=two_calls, **split),
     "unused parameters": lambda **split: supervised(Branches, micro_batch=1, **split),
     "rows": contrastive,
     "own plan": own_plan,
-    "split loss": lambda **split: supervised(Tied, **({"parallel": SPLIT_LOSS} if split else {})),
+    "split loss": split_loss,
 }
-SPLIT_LOSS = instep.Parallel(tensor=2, split_loss="out")
 
 
 def loop(rank: int, size: int, name: str) -> dict[str, Any]:

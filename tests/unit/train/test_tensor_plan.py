@@ -160,6 +160,6 @@ def test_the_layer_that_the_loss_goes_to_has_to_be_split() -> None:
 
 def test_sees_whether_a_module_draws() -> None:
     assert draws(sequence()) and not draws(nn.Linear(2, 2))
-    with_number = nn.Module()
+    with_number: Any = nn.Module()
     with_number.attention_dropout = 0.1
     assert draws(with_number)
