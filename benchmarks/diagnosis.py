@@ -29,7 +29,7 @@ FAMILIES = {
     "slow": ("speed",),
     "launch": ("startup", "numbers"),
 }
-ENDS = 120  # seconds, for one script
+ENDS = 400  # seconds, for one script
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ class Shares:
     backward_own_seconds: float
     step_seconds: float
     collective_seconds: float
+    delayed_seconds: float  # without a core, though there was work: on a busy machine
     usual_own_seconds: float  # of one step: the median, so that an evaluation now and then does not count
 
     @property
@@ -31,6 +32,11 @@ class Shares:
     @property
     def exposed(self) -> float:
         return max(0.0, min(1.0, (self.backward_seconds - self.backward_own_seconds) / self.total_seconds))
+
+    @property
+    def communication(self) -> float:
+        """What of the exposed share is not the wait for a core."""
+        return max(0.0, self.exposed - self.delayed_seconds / self.total_seconds)
 
     @property
     def own_seconds(self) -> float:
@@ -70,5 +76,6 @@ def measure_shares(view: RankView) -> Shares | None:
         seconds["backward_cpu"],
         seconds["step"],
         seconds["collective"],
+        seconds["delayed"],
         seconds["usual_own"],
     )

@@ -23,7 +23,7 @@ _ENTER, _LEAVE = layout.KIND_NUMBER["enter-step"], layout.KIND_NUMBER["leave-ste
 _STEP, _TOTAL, _STEPS, _OWN = (layout.SECONDS_OF.index(name) for name in ("step", "total", "steps", "usual_own"))
 _BACKWARD, _CPU = layout.SECONDS_OF.index("backward"), layout.SECONDS_OF.index("backward_cpu")
 _BLOCK_STEPS, _BLOCK_SECONDS = 16, 0.25  # at least: ending one takes 50 us
-_COLLECTIVE = layout.SECONDS_OF.index("collective")
+_COLLECTIVE, _DELAYED = layout.SECONDS_OF.index("collective"), layout.SECONDS_OF.index("delayed")
 
 
 class Optimizers:
@@ -57,6 +57,7 @@ class Optimizers:
                 return
             recorder.reset_seconds()
             waited = 0.0
+            self.delayed, self.worked = read_run_delay(), time.thread_time()
         else:
             recorder.spend(_TOTAL, now - self.last_end)
             recorder.spend(_STEPS, 1)
@@ -72,9 +73,9 @@ class Optimizers:
         delayed, worked = read_run_delay(), time.thread_time()
         # Delays inside of waits are taken off twice; what the thread has worked is the least there can be.
         own = max(self.own - (delayed - self.delayed), worked - self.worked)
-        if self.blocks or self.delayed:
-            self.blocks.append(max(0.0, own) / self.counted)
-            recorder.spend(_OWN, statistics.median(self.blocks) - recorder.seconds[_OWN])
+        self.blocks.append(max(0.0, own) / self.counted)
+        recorder.spend(_OWN, statistics.median(self.blocks) - recorder.seconds[_OWN])
+        recorder.spend(_DELAYED, delayed - self.delayed)
         self.own, self.counted, self.delayed, self.worked = 0.0, 0, delayed, worked
 
 

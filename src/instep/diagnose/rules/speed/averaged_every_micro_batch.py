@@ -50,6 +50,7 @@ def check(run: RunView) -> Iterator[Finding]:
         ),
         certainty="certain",
         where=where,
+        explains=("speed/communication-bound",),
     )
 
 

@@ -34,9 +34,13 @@ def check(run: RunView) -> Iterator[Finding]:
     found = [(view, shares) for view in run.ranks if (shares := measure_shares(view)) is not None]
     if not run.is_whole or len(found) < len(run.ranks) or len(found) < 2:
         return
-    view, shares = min(found, key=lambda row: row[1].exposed)
+    view, shares = min(found, key=lambda row: row[1].communication)
     models = wraps(view)
-    if len(models) != 1 or shares.exposed < MIN_SHARE or shares.exposed * shares.total_seconds < MIN_SECONDS:
+    if (
+        len(models) != 1
+        or shares.communication < MIN_SHARE
+        or shares.communication * shares.total_seconds < MIN_SECONDS
+    ):
         return
     event = next(iter(models.values()))
     if event["bytes"] < MIN_BYTES:
@@ -44,17 +48,19 @@ def check(run: RunView) -> Iterator[Finding]:
     backward = next((mark for mark in reversed(view.marks) if mark.kind == "leave-backward"), None)
     where = view.site(backward.site) if backward is not None else view.site(event["site"])
     step = shares.total_seconds / shares.steps
-    doubled = 2 / (2 - shares.exposed)
+    doubled = 2 / (2 - shares.communication)
     yield Finding(
         id="speed/communication-bound",
-        title=f"{shares.exposed:.0%} of the time goes into averaging {format_bytes(event['bytes'])} of gradients, unhidden",
-        cause=f"A step takes {step * 1e3:.0f} ms, of which {shares.exposed * step * 1e3:.0f} ms pass in the backward at {short(where)} without work of its own, on every rank.",
+        title=f"{shares.communication:.0%} of the time goes into averaging {format_bytes(event['bytes'])} of gradients, unhidden",
+        cause=f"A step takes {step * 1e3:.0f} ms, of which {shares.communication * step * 1e3:.0f} ms pass in the backward at {short(where)} without work of its own, on every rank.",
         fix=(
             f"average half as often: a batch per rank twice as large, or two micro-batches of which one is under no_sync() (about {doubled:.1f} times as many samples per second)",
-            f"send half the bytes: model.register_comm_hook(None, default_hooks.fp16_compress_hook) (up to {1 / (1 - shares.exposed / 2):.1f} times as fast)",
+            f"send half the bytes: model.register_comm_hook(None, default_hooks.fp16_compress_hook) (up to {1 / (1 - shares.communication / 2):.1f} times as fast)",
         ),
         evidence=tuple(
-            one.cite(f"rank {one.rank}: {row.exposed:.0%} of {row.total_seconds:.1f} s exposed in backward", "page.bin")
+            one.cite(
+                f"rank {one.rank}: {row.communication:.0%} of {row.total_seconds:.1f} s exposed in backward", "page.bin"
+            )
             for one, row in found[:4]
         ),
         certainty="likely",
