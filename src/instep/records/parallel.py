@@ -25,6 +25,7 @@ class Parallel:
     gathered: parameters stay whole between forward and backward, which saves a gather and costs their memory (zero2).
     share_optimizer: copies share the optimizer's state out, and each steps a part of the parameters (zero1).
     plan: how layers are split along the tensor axis, by name; None takes the model's own or what is recognised.
+    sequence: between split layers each rank holds a stretch of every sequence.
     split_loss: the output head (or the layer of that name) leaves each rank its share of the classes, and cross_entropy adds
     up over them.
     average_every: above 1, copies train by themselves and take the mean of their parameters every so many steps.
@@ -39,10 +40,11 @@ class Parallel:
     gathered: bool = False
     share_optimizer: bool = field(default=False, kw_only=True)
     plan: Mapping[str, Any] | None = field(default=None, hash=False, kw_only=True)
+    sequence: bool = field(default=False, kw_only=True)
     split_loss: bool | str = field(default=False, kw_only=True)
     average_every: int = 1
-    schedule: str = "1f1b"
-    cut: tuple[str, ...] | list[str] | None = None
+    schedule: str = field(default="1f1b", kw_only=True)
+    cut: tuple[str, ...] | list[str] | None = field(default=None, kw_only=True)
 
     def describe(self) -> str:
         shown = [f"{axis}={getattr(self, axis)}" for axis in AXES if getattr(self, axis) != 1]
@@ -87,21 +89,34 @@ def read_parallel(value: object) -> Parallel:
         )
     if parallel.plan is not None and parallel.tensor == 1:
         raise UsageError(f"{parallel.describe()} has a plan, which says how to split layers, and tensor=1 splits none.")
-    if parallel.split_loss and parallel.tensor == 1:
-        raise UsageError(
-            f"{parallel.describe()} has split_loss={parallel.split_loss!r}, which is for the output of a layer that tensor= splits."
-        )
+    for option in ("sequence", "split_loss"):
+        value = getattr(parallel, option)
+        if value and parallel.tensor == 1:
+            raise UsageError(
+                f"{parallel.describe()} has {option}={value!r}, which is for layers that tensor= splits, and tensor is 1."
+            )
     _check_average(parallel.average_every, parallel)
     return _read_pipeline(parallel)
 
 
 def _read_written(text: str) -> Parallel | None:
-    """`shard=2,tensor=2`, or with x between as `describe` writes it; an axis without a number fills the rest."""
-    found = [re.fullmatch(rf"({'|'.join(AXES)})(?:=(\d+|None))?", part) for part in re.split(r"\s*,\s*|\s+x\s+", text)]
-    if not all(found):
-        return None
-    pairs = [match.groups() for match in found if match is not None]
-    return Parallel(**{axis: None if degree in (None, "None") else int(degree) for axis, degree in pairs})
+    """`shard=2,tensor=2`, or with x between as `describe` writes it; an axis without a number fills the rest. A pipeline's
+    `schedule=zbv` may stand there too, and `cut=layers.4` once for each cut point."""
+    degrees: dict[str, int | None] = {}
+    words: dict[str, str] = {}
+    cut: list[str] = []
+    for part in re.split(r"\s*,\s*|\s+x\s+", text):
+        axis = re.fullmatch(rf"({'|'.join(AXES)})(?:=(\d+|None))?", part)
+        word = re.fullmatch(r"(schedule|cut)=([\w.]+)", part)
+        if axis is not None:
+            degrees[axis[1]] = None if axis[2] in (None, "None") else int(axis[2])
+        elif word is None:
+            return None
+        elif word[1] == "cut":
+            cut.append(word[2])
+        else:
+            words[word[1]] = word[2]
+    return Parallel(**degrees, **words, cut=cut or None)  # type: ignore[arg-type]
 
 
 def _read_pipeline(parallel: Parallel) -> Parallel:

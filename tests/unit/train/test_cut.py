@@ -28,6 +28,16 @@ class Model(nn.Module):
         self.norm, self.drop, self.head = nn.LayerNorm(4), nn.Dropout(0.1), nn.Linear(4, 100)
 
 
+def test_a_pipeline_may_be_written_out_on_a_command_line() -> None:
+    found = fit(read_parallel("pipeline=2,replicate,schedule=interleaved_1f1b,cut=a.1,cut=a.2,cut=a.3"), 4)
+    assert (found.pipeline, found.replicate, found.schedule, found.cut) == (
+        2,
+        2,
+        "interleaved_1f1b",
+        ("a.1", "a.2", "a.3"),
+    )
+
+
 def test_finds_what_runs_one_after_the_other() -> None:
     assert find_candidates(Model()) == [*(f"body.layers.{i}" for i in range(4)), "norm", "head"]
     chain = nn.Sequential(nn.Linear(2, 2), nn.Tanh(), nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), nn.Linear(2, 2))
