@@ -13,8 +13,8 @@ from functools import cache
 from pathlib import Path
 
 from instep.diagnose import rules
-from instep.diagnose.run_view import RunView, read_run
-from instep.records.finding import Finding
+from instep.diagnose.run_view import RunView, name_ranks, read_run
+from instep.records.finding import Evidence, Finding
 from instep.records.run_dir import RunDir, write_json
 
 Check = Callable[[RunView], Iterable[Finding]]
@@ -37,7 +37,17 @@ def find_rules() -> dict[str, Check]:
 
 def diagnose(run_dir: Path) -> list[Finding]:
     """The findings of a run, the one to act on first in front. Reads files only; torch is not imported."""
-    return judge(read_run(Path(run_dir)))
+    run = read_run(Path(run_dir))
+    return [name_hosts(finding, run) for finding in judge(run)]
+
+
+def name_hosts(finding: Finding, run: RunView) -> Finding:
+    """In a run on several nodes: where the ranks of a finding ran, unless it says so."""
+    hosts = list(dict.fromkeys(run.hosts[rank] for rank in finding.ranks if rank in run.hosts))
+    if not hosts or any(host in fact.fact for host in hosts for fact in finding.evidence):
+        return finding
+    fact = Evidence(f"{name_ranks(finding.ranks)} ran on {', '.join(hosts[:8])}", "nodes.json")
+    return replace(finding, evidence=(*finding.evidence, fact))
 
 
 def judge(run: RunView, checks: dict[str, Check] | None = None) -> list[Finding]:

@@ -114,7 +114,7 @@ def cite_positions(run: RunView, positions: tuple[Position, ...]) -> tuple[Evide
         rows.append(
             Evidence(
                 f"{run.name(one.rank)} is {one.describe()}{path}, step {one.step}{lasting}",
-                f"rank{one.rank}/snapshot.json",
+                f"rank{one.rank}/{'page.bin' if run.by_rank[one.rank].newest_snapshot is None else 'snapshot.json'}",
                 one.rank,
             )
         )

@@ -13,6 +13,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
+from instep.diagnose.broken_off import find_last_stall
 from instep.records import recording as layout
 from instep.records.event import Event, read_events
 from instep.records.finding import CallSite, Evidence
@@ -241,7 +242,7 @@ class RankView:
         if self.page is None or not self.marks:
             return None
         mark = self.marks[-1]
-        frames = self.main_frames
+        frames = self.main_frames or self._frames_of_mark(mark)
         here = frames[0].site if frames else None
         stage, _, what = mark.kind.partition("-")
         site = self.site(mark.site)
@@ -262,6 +263,11 @@ class RankView:
         if stage == "enter":
             return replace(base, kind=what, site=site, count=mark.count)
         return base
+
+    def _frames_of_mark(self, mark: Mark) -> tuple[Frame, ...]:
+        """The line that a mark names, where nobody saw the stack."""
+        event = next((row for row in self.named("site") if row["id"] == mark.site), None)
+        return (Frame(event["file"], event["line"], event["name"]),) if event is not None else ()
 
     @property
     def waits_in_training(self) -> str | None:
@@ -340,12 +346,20 @@ def read_run(root: Path) -> RunView:
     places = _places(nodes) if nodes is not None else {}
     exits |= _exits_elsewhere(nodes) if nodes is not None else {}
     stall, pairing = read_json(run_dir.stall), read_json(run_dir.pairing)
+    if stall is None:
+        stall = _last_stall(run_dir)
     seen_at = stall.get("seen_at") if stall is not None else None
     ranks = tuple(
         _read_rank(rank, run_dir.rank(rank), exits.get(str(rank)), places.get(rank), seen_at)
         for rank in run_dir.ranks()
     )
     return RunView(root, ranks, stall, pairing, nodes, read_json(run_dir.launch) or {})
+
+
+def _last_stall(run_dir: RunDir) -> dict[str, Any] | None:
+    pages = {rank: page for rank in run_dir.ranks() if (page := read_page(run_dir.rank(rank).page)) is not None}
+    alive = any(_is_process(page.pid, page.started) for page in pages.values())
+    return find_last_stall(pages, read_json(run_dir.exits), alive) if not run_dir.nodes.exists() else None
 
 
 def _places(nodes: dict[str, Any]) -> dict[int, Place]:

@@ -182,10 +182,10 @@ def keep_failures(group: GroupState, run_dir: RunDir) -> None:
             keep_json(run_dir.rank(rank.place.rank).failure, facts | {"error": rank.error, "restart": group.restart})
 
 
-def describe_exits(group: GroupState) -> dict[int, dict[str, Any]]:
+def describe_exits(group: GroupState) -> dict[str, dict[str, Any]]:
     """The exit code of every rank, so that one which ended with 0 in the middle is told from one that was ended."""
     return {
-        rank.place.rank: {"code": rank.exit_code, "ended_at": rank.ended_at, "by_us": was_ended_by_us(group, rank)}
+        str(rank.place.rank): {"code": rank.exit_code, "ended_at": rank.ended_at, "by_us": was_ended_by_us(group, rank)}
         for rank in group.ranks
         if rank.exit_code is not None
     }

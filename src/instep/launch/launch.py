@@ -98,7 +98,8 @@ def _open_agent_log(run_dir: RunDir) -> BinaryIO:
 
 def _conclude(group: GroupState, code: int, run_dir: RunDir, before: Any, say: Say) -> Outcome:
     stop = group.stop
-    keep_json(run_dir.exits, describe_exits(group))
+    told = {"stop": {"reason": stop.reason, "at": stop.since}} if stop is not None else {}
+    keep_json(run_dir.exits, describe_exits(group) | told)
     if stop is not None and stop.reason == "interrupted":
         say("stopped by Ctrl-C" if stop.signal == 2 else "stopped")
         return Outcome(code)

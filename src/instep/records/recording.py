@@ -212,6 +212,11 @@ class Page:
         monotonic, wall = HEADER.unpack_from(self.data)[5:7]
         return wall + when - monotonic
 
+    def by_own_clock(self, when: float) -> float:
+        """Seconds since the epoch as a time of the rank's monotonic clock."""
+        monotonic, wall = HEADER.unpack_from(self.data)[5:7]
+        return monotonic + when - wall
+
     @property
     def num_marks(self) -> int:
         return self._u64(NUM_MARKS)

@@ -85,7 +85,7 @@ def test_files_of_other_nodes_come_to_the_first_with_their_answer(pair: Pair) ->
 
 def test_the_report_of_the_first_node_reaches_the_others(pair: Pair) -> None:
     pair.meet()
-    pair.sharing[1].exchange_ends({1: {"code": 3, "ended_at": 1.0, "by_us": False}}, {"id": "crash/signal"})
+    pair.sharing[1].exchange_ends({"1": {"code": 3, "ended_at": 1.0, "by_us": False}}, {"id": "crash/signal"})
     pair.sharing[0].exchange_ends({}, None)
     assert pair.sharing[0].crashes() == [{"id": "crash/signal"}]
     pair.sharing[0].tell_report([{"id": "hang/x"}])
@@ -105,7 +105,7 @@ def test_a_launcher_that_dies_is_noticed_at_once(pair: Pair) -> None:
 
 def test_a_node_that_parts_after_its_ranks_have_ended_is_not_lost(pair: Pair) -> None:
     pair.meet()
-    pair.sharing[1].exchange_ends({1: {"code": 0, "ended_at": 1.0, "by_us": False}}, None)
+    pair.sharing[1].exchange_ends({"1": {"code": 0, "ended_at": 1.0, "by_us": False}}, None)
     pair.until(lambda: "ended" in pair.first.peers[1].facts)
     pair.second.close()
     pair.until(lambda: pair.first.peers[1].connection.end == "bye")

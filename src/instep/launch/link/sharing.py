@@ -92,7 +92,7 @@ class Sharing:
 
     # at the end
 
-    def exchange_ends(self, exits: dict[int, Any], crash: dict[str, Any] | None) -> None:
+    def exchange_ends(self, exits: dict[str, Any], crash: dict[str, Any] | None) -> None:
         """Brings all files to the first node. The others come back at once, the first when it has them or they are late."""
         if not self.nodes.is_first:
             send_rank_files(self.nodes)

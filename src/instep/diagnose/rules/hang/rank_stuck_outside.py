@@ -32,8 +32,8 @@ def check(run: RunView) -> Iterator[Finding]:
     yield Finding(
         id="hang/rank-stuck-outside",
         title=f"{found.names} {found.verb} at {here} {found.consequence}",
-        cause=f"Nothing that {found.names} did since was seen: no collective, batch, forward or step, and no file read or "
-        f"written; {found.names} {found.verb} at {here}.",
+        cause=f"Since then nothing was seen of {found.names}: no collective, batch, forward or step, and no file read or "
+        f"written. What it does at {here} has not come to an end.",
         fix=(f"look at {here}: does it end, and who has to do it?",),
         evidence=cite_positions(run, found.positions),
         certainty="possible",
