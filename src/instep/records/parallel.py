@@ -101,12 +101,12 @@ def read_parallel(value: object) -> Parallel:
 
 def _read_written(text: str) -> Parallel | None:
     """`shard=2,tensor=2`, or with x between as `describe` writes it; an axis without a number fills the rest. A pipeline's
-    `schedule=zbv` may stand there too, and `cut=layers.4` once for each cut point."""
+    `schedule=zbv` may stand there too, `cut=layers.4` once for each cut point, and `average_every=8`."""
     degrees: dict[str, int | None] = {}
     words: dict[str, str] = {}
     cut: list[str] = []
     for part in re.split(r"\s*,\s*|\s+x\s+", text):
-        axis = re.fullmatch(rf"({'|'.join(AXES)})(?:=(\d+|None))?", part)
+        axis = re.fullmatch(rf"({'|'.join(AXES)}|average_every)(?:=(\d+|None))?", part)
         word = re.fullmatch(r"(schedule|cut)=([\w.]+)", part)
         if axis is not None:
             degrees[axis[1]] = None if axis[2] in (None, "None") else int(axis[2])

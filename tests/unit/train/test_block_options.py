@@ -87,6 +87,14 @@ def test_compile_without_blocks_is_refused(monkeypatch: pytest.MonkeyPatch) -> N
         compile_blocks(nn.Linear(2, 2), torch.device("cpu"))
 
 
+def test_local_sgd_can_be_set_from_outside() -> None:
+    from instep.records.parallel import read_parallel
+
+    assert read_parallel("replicate,average_every=8") == Parallel(replicate=None, average_every=8)
+    with pytest.raises(instep.UsageError, match=re.escape("Parallel(average_every=None): it is a number of steps")):
+        read_parallel("replicate,average_every")
+
+
 @pytest.mark.parametrize(
     ("parallel", "text"),
     [
