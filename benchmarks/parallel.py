@@ -27,7 +27,7 @@ from page import load_before, write_page
 SAME = 1e-3  # largest relative difference of a loss that is put down to the order of sums
 NOTE = """GPT of 49.6 M parameters, 2 sequences of 64 tokens per rank and step, AdamW (fused), 1 thread per process, gloo.
 by hand: DistributedDataParallel or FSDP2 as their tutorials have them, each block a unit, with a fused optimizer.
-instep, gloo: with INSTEP_SHARED_MEMORY=off, so that the same bytes go the same way as by hand.
+instep, gloo: with INSTEP_SHARED_MEMORY=off, through the same sockets as by hand (gradients of shards by all-to-all).
 time over by hand: of a block of steps of the variant over that by hand just before or after; below 1 is faster.
 Intervals: bootstrap over rounds. memory: the most that a process had in two steps, once training had settled, over what
 it had before its model, the largest over ranks; shared: the rank's part of memory that ranks map together, on top.

@@ -8,13 +8,15 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 
-def run_benchmark(name: str, *words: str) -> str:
+def run_benchmark(name: str, *words: str, seconds: float = 200) -> str:
     command = [sys.executable, str(BENCHMARKS / name), *words]
     ended = subprocess.run(
-        command, capture_output=True, text=True, timeout=200, env=os.environ | {"OMP_NUM_THREADS": "1"}
+        command, capture_output=True, text=True, timeout=seconds, env=os.environ | {"OMP_NUM_THREADS": "1"}
     )
     assert ended.returncode == 0, ended.stderr[-3000:]
     return ended.stdout
@@ -42,3 +44,17 @@ def test_throughput_compares_equal_training() -> None:
     output = run_benchmark("throughput.py", "--tasks", "conv", "--rounds", "1", "--block-steps", "2")
     assert rows(output)["instep"][-1] < 1e-4
     assert "NOT THE SAME TRAINING" not in output
+
+
+@pytest.mark.slow
+def test_splits_are_compared_and_held_against_arithmetic() -> None:
+    output = run_benchmark(
+        "parallel.py", "--splits", "zero3", "--ranks", "2", "--rounds", "1", "--block-steps", "1", seconds=580
+    )
+    assert "NOT THE SAME TRAINING" not in output
+    off = {
+        name.strip(): float(percent)
+        for name, percent in re.findall(r"^(.{14}) arithmetic: .*measured ([+-][\d.]+)%$", output, re.MULTILINE)
+    }
+    assert set(off) == {"by hand", "instep", "instep, gloo"}
+    assert all(abs(percent) < 5 for percent in off.values())
