@@ -35,8 +35,9 @@ class Shares:
 
     @property
     def communication(self) -> float:
-        """What of the exposed share is not the wait for a core."""
-        return max(0.0, self.exposed - self.delayed_seconds / self.total_seconds)
+        """The exposed share as it would be with a core for every rank: waits for one are taken off."""
+        had_core = max(1e-9, self.total_seconds - self.delayed_seconds)
+        return max(0.0, self.exposed * self.total_seconds - self.delayed_seconds) / had_core
 
     @property
     def own_seconds(self) -> float:

@@ -115,7 +115,7 @@ def _overflow(event: Event, here: CallSite | None) -> Reason | None:
 
 def diverged(event: Event, here: CallSite | None) -> Reason | None:
     """The loss had grown over several steps, or a gradient had jumped in the last ones."""
-    history, gradients = event["history"], [size for _, size in event["gradients"]]
+    history, gradients = event["history"], [size for _, size in event.get("gradients", ())]
     lowest = min(history, default=0.0)
     grown = len(history) >= 3 and lowest > 0 and history[-1] > GROWTH * lowest
     raised = sum(value > RAISED * lowest for value in history) if lowest > 0 else 0
@@ -140,9 +140,9 @@ def diverged(event: Event, here: CallSite | None) -> Reason | None:
 def _grown(event: Event, here: CallSite | None) -> Reason | None:
     """The values were so large that float32 came to its end, before the steps could show how they grew."""
     row = event["operation"]
-    if row is None or not row["certain"] or row["largest"] < HUGE:
+    if row is None or not row["certain"] or row.get("largest", 0.0) < HUGE:
         return None
-    sizes = ", ".join(f"{size:.3g} in step {step}" for step, size in event["gradients"][-3:])
+    sizes = ", ".join(f"{size:.3g} in step {step}" for step, size in event.get("gradients", ())[-3:])
     place = f" ({row['place']})" if row["place"] else ""
     return Reason(
         f"The values exploded: they had grown to {row['largest']:.3g} when {row['name']}{place} passed the end of float32"

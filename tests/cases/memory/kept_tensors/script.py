@@ -1,0 +1,51 @@
+import time
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+import torch.nn.functional as F
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data.distributed import DistributedSampler
+
+
+def data(n=256, size=16, seed=0):
+    g = torch.Generator().manual_seed(seed)
+    x = torch.randn(n, size, generator=g)
+    return TensorDataset(x, (x[:, 0] > 0).long())
+
+
+def net(size=16, width=32):
+    return nn.Sequential(nn.Linear(size, width), nn.ReLU(), nn.Linear(width, 2))
+
+
+class Archive:
+    def __init__(self):
+        self.outputs = []
+
+    def keep(self, value):
+        self.outputs.append(value)
+
+
+def main():
+    dist.init_process_group("gloo")
+    torch.manual_seed(0)
+    train = data(3200, 256)
+    sampler = DistributedSampler(train)
+    loader = DataLoader(train, 32, sampler=sampler)
+    model = DDP(nn.Sequential(nn.Linear(256, 2048), nn.ReLU(), nn.Linear(2048, 2)))
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    archive = Archive()
+    for epoch in range(4):
+        sampler.set_epoch(epoch)
+        for x, y in loader:
+            hidden = model.module[0](x)
+            archive.keep(hidden.detach().clone())
+            optimizer.zero_grad()
+            F.cross_entropy(model(x), y).backward()
+            optimizer.step()
+            time.sleep(0.01)
+    dist.destroy_process_group()
+
+
+main()
