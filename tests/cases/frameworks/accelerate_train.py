@@ -72,6 +72,7 @@ def main():
                 accelerator.save_state("state")
         else:
             accelerator.save_state("state")
+    accelerator.wait_for_everyone()
     accelerator.load_state("state")
     accelerator.wait_for_everyone()
     if accelerator.is_main_process:

@@ -50,6 +50,18 @@ def test_a_healthy_script_ends_without_a_word(name: str, ranks: int, tmp_path: P
 
 BROKEN = [
     ("accelerate_train", "unprepared", "numbers/same-data", "train = DataLoader"),
+    ("accelerate_train", "unwrapped", "numbers/forward-past-wrapper", "net(x)"),
+    ("accelerate_train", "raise", "crash/exception", "raise ValueError"),
+    ("accelerate_train", "main_only", "hang/some-ranks-only", "evaluate(accelerator, model, test)"),
+    ("accelerate_train", "nan", "nonfinite/loss", "torch.log"),
+    ("accelerate_manual", "no_sync_wrong", "numbers/local-gradients", "no_sync"),
+    ("fabric_train", "unprepared", "numbers/same-data", "train = DataLoader"),
+    ("fabric_train", "no_sync_wrong", "numbers/local-gradients", "no_backward_sync"),
+    ("fabric_train", "early", "hang/loop-left-early", "HOW == \"early\""),
+    ("fabric_train", "stuck", "hang/rank-stuck-outside", "time.sleep"),
+    ("fabric_train", "save_main", "hang/some-ranks-only", "fabric.save"),
+    ("trainer_train", "raise", "crash/exception", "raise KeyError"),
+    ("trainer_train", "barrier_main", "hang/some-ranks-only", "torch.distributed.barrier()"),
 ]
 
 
