@@ -41,6 +41,8 @@ def classify(run: RunView) -> Hang | None:
     base = Hang("", waiting, outside, run.stall["proven"])
     if all(one.operation == "destroy_process_group" for one in waiting + outside):
         return replace(base, kind="backend-does-not-end")
+    if not waiting and outside and all(one.kind == "ended" for one in outside):
+        return replace(base, kind="process-does-not-end")
     error = find_swallowed(run)
     if error is not None:
         return replace(base, kind="error-swallowed", error=error)

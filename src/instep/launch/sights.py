@@ -114,7 +114,7 @@ class Sights:
 
 
 def _own_work(watched: Watched, page: Page) -> OwnWork:
-    if page.last_mark_kind in ("", "ended"):
+    if not page.last_mark_kind or (page.last_mark_kind == "ended" and watched.family_busy):
         return "unknown"
     if not watched.family_busy:
         return "idle"
