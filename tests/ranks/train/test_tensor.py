@@ -99,6 +99,7 @@ SPLITS = {
     "2 of a layer": instep.Parallel(tensor=2),
     "2 copies": instep.Parallel(tensor=2, replicate=2),
     "2 shards": instep.Parallel(tensor=2, shard=2),
+    "stretches": instep.Parallel(tensor=2, sequence=True),
 }
 
 
@@ -135,12 +136,14 @@ def alone(name: str) -> dict[str, Any]:
         ("decoder", "2 of a layer"),
         ("llama", "2 shards"),
         ("gpt2", "2 of a layer"),
+        ("encoder, norm first", "stretches"),
+        ("gpt2", "stretches"),
     ],
 )
 def test_trains_as_one_process_does(name: str, split: str) -> None:
     parallel = SPLITS[split]
     expected = alone(name)
-    for rank in run_ranks(train, 2 if split == "2 of a layer" else 4, name, parallel):
+    for rank in run_ranks(train, 4 if split in ("2 copies", "2 shards") else 2, name, parallel):
         for there, here in zip(expected["history"], rank["history"], strict=True):
             assert here == pytest.approx(there, rel=TOLERANCE)
         for key, value in expected["state"].items():

@@ -12,6 +12,7 @@ import instep
 from instep.records.parallel import Parallel, read_parallel
 from instep.train.techniques.tensor.plan import find_plan, fits
 from instep.train.techniques.tensor.regions import draws
+from instep.train.techniques.tensor.sequence import check_length, find_stacks, plan_sequence
 from instep.train.techniques.tensor.split import (
     check_divides,
     check_heads,
@@ -154,8 +155,50 @@ def test_the_layer_that_the_loss_goes_to_has_to_be_split() -> None:
     text = "split_loss=True wants the model's last layer split by outputs, and 2 is not"
     with pytest.raises(instep.UsageError, match=re.escape(text)):
         find_head(model, find_plan(model, None, 2), True)
-    with pytest.raises(instep.UsageError, match=re.escape("has split_loss=True, which is for the output of a layer")):
+    with pytest.raises(
+        instep.UsageError, match=re.escape("has split_loss=True, which is for layers that tensor= splits")
+    ):
         read_parallel(Parallel(shard=2, split_loss=True))
+
+
+def test_norms_between_split_pairs_work_on_stretches() -> None:
+    layer = nn.TransformerEncoderLayer(8, 2, 16)
+    model = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+    plan = find_plan(model, None, 2)
+    stacks = find_stacks(model, plan)
+    plan_sequence(model, plan, stacks)
+    assert stacks == [["layers.0", "layers.1"]]
+    assert repr(plan["layers.1.norm2"]) == "OnShares()" and "layers.0.self_attn.out_proj" not in plan
+    assert plan["layers.0.linear1"].sequence_dim == plan["layers.0.linear2"].sequence_dim == 0  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("model", "text"),
+    [
+        (
+            sequence(),
+            "sequence=True works on blocks that the model repeats, one after another, and Sequential has none",
+        ),
+        (
+            nn.TransformerDecoder(nn.TransformerDecoderLayer(8, 2, 16), 2),
+            "sequence=True does not reach layers.0, a TransformerDecoderLayer, whose memory is whole.",
+        ),
+        (
+            nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)) for _ in range(2))),
+            "sequence=True needs pairs of split layers, and 0.0 is split alone, since its neighbours are not known.",
+        ),
+    ],
+)
+def test_refuses_stretches_where_it_does_not_know_enough(model: nn.Module, text: str) -> None:
+    plan = find_plan(model, None, 2)
+    with pytest.raises(instep.UsageError, match=re.escape(text)):
+        plan_sequence(model, plan, find_stacks(model, plan))
+
+
+def test_stretches_are_equally_long() -> None:
+    text = "a sequence of 127 cannot be cut in 2 equal stretches, as sequence=True does with tensor=2. Pad to a multiple of 2, such as 128"
+    with pytest.raises(instep.UsageError, match=re.escape(text)):
+        check_length(127, 2)
 
 
 def test_sees_whether_a_module_draws() -> None:

@@ -30,6 +30,7 @@ class Heads(Split):
             place(module, name, device_mesh, Shard(0))
         rows = Rows()
         rows.region = self.region
+        rows.sequence_dim = None if self.sequence_dim is None else 0  # of what the heads give, lengths come first
         rows._apply(module.out_proj, device_mesh)
 
         def forward(
@@ -44,6 +45,7 @@ class Heads(Split):
         ) -> tuple[Tensor, Tensor | None]:
             is_batched = query.dim() == 3
             inputs = _as_batches(module, is_batched, query, key, value)
+            inputs = self._enter(inputs, device_mesh)
             if is_causal and attn_mask is None:
                 raise RuntimeError("Need attn_mask if specifying the is_causal hint.")  # as PyTorch's
             mask = _join_masks(module, inputs, key_padding_mask, attn_mask)
@@ -58,6 +60,13 @@ class Heads(Split):
 
         module.forward = forward
         return module
+
+    def _enter(self, inputs: tuple[Tensor, Tensor, Tensor], mesh: DeviceMesh) -> tuple[Tensor, Tensor, Tensor]:
+        """Each different input once."""
+        dim = None if self.sequence_dim is None else 1
+        query, key, value = inputs
+        entered = {id(x): enter(x, mesh, dim) for x in inputs}
+        return entered[id(query)], entered[id(key)], entered[id(value)]
 
     def _own_heads(self, mask: Tensor) -> Tensor:
         count = mask.shape[1] // self.region.size
@@ -123,7 +132,7 @@ def _project(
         weights = [own_share(getattr(module, name), 0, 1, mesh) for name in SEPARATE]
     bias = module.in_proj_bias
     biases = (None, None, None) if bias is None else own_share(bias, 0, 3, mesh).chunk(3)
-    return tuple(F.linear(x, weight, b) for x, weight, b in zip((query, key, value), weights, biases))
+    return tuple(F.linear(x, weight, b) for x, weight, b in zip(inputs, weights, biases))
 
 
 def _join_masks(

@@ -19,11 +19,13 @@ HEADS_DIM = 1  # of (batch, heads, length, width)
 
 
 class Region:
-    """Where this rank stands on the tensor axis. inside: whether activations are shares at this moment."""
+    """Where this rank stands on the tensor axis. inside: whether activations are shares at this moment; stretched_dim: along
+    which dim they are stretches of sequences otherwise."""
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank, self.size = rank, size
         self.inside = False
+        self.stretched_dim: int | None = None
         self._entered: tuple[Tensor, bool, Tensor] | None = None
 
     def enter_once(self, x: Tensor, enter: Callable[[Tensor], Tensor]) -> Tensor:
@@ -31,6 +33,10 @@ class Region:
         if self._entered is None or self._entered[0] is not x or self._entered[1] != torch.is_grad_enabled():
             self._entered = x, torch.is_grad_enabled(), enter(x)
         return self._entered[2]
+
+    def note_entered(self, x: Tensor) -> None:
+        """Layers that take this input take it as it is."""
+        self._entered = x, torch.is_grad_enabled(), x
 
     def leave(self) -> None:
         self.inside, self._entered = False, None
@@ -45,7 +51,7 @@ class Region:
         shape[dim] *= self.size
         order = sorted(range(like.dim()), key=lambda d: -like.stride(d))  # outermost in memory first
         ones = torch.ones([shape[d] for d in order], dtype=like.dtype, device=like.device)
-        whole = F.dropout(ones, p, True).permute([order.index(d) for d in range(like.dim())])
+        whole = torch.dropout(ones, p, True).permute([order.index(d) for d in range(like.dim())])
         return whole.narrow(dim, self.rank * like.shape[dim], like.shape[dim])
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, p: float, **options: Any) -> Tensor:
@@ -90,14 +96,19 @@ class _Dropouts(TorchFunctionMode):
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if self._region.inside and func is F.dropout:
+        if func is F.dropout and (self._region.inside or self._region.stretched_dim is not None):
             return self._dropout(*args, **kwargs)
         if self._region.inside and func is F.scaled_dot_product_attention:
             return self._attend(*args, **kwargs)
         return func(*args, **kwargs)
 
     def _dropout(self, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
-        return self._region.dropout(input, p) if training and p > 0 else input
+        if not training or not p > 0:
+            return input
+        if self._region.inside:
+            return self._region.dropout(input, p)
+        assert self._region.stretched_dim is not None
+        return input * self._region.mask(input, p, self._region.stretched_dim)
 
     def _attend(
         self,

@@ -17,6 +17,7 @@ from instep.train.reduce.local_part import is_cut
 from instep.train.techniques.tensor.attention import Heads
 from instep.train.techniques.tensor.plan import Plan, declared_plan, find_plan
 from instep.train.techniques.tensor.regions import Region, guard_region
+from instep.train.techniques.tensor.sequence import find_stacks, plan_sequence, spread_sequences
 from instep.train.techniques.tensor.styles import (
     Columns,
     Rows,
@@ -48,6 +49,8 @@ def split_layers(model: nn.Module, mesh: DeviceMesh, parallel: Parallel, say: Ca
         check_heads(name, model.get_submodule(name), plan, degree)
     ties = find_ties(model)
     settle_ties(model, plan, ties, is_given=parallel.plan is not None)
+    stacks = find_stacks(model, plan) if parallel.sequence else []
+    plan_sequence(model, plan, stacks)
     if parallel.split_loss:
         find_head(model, plan, parallel.split_loss).spread = True
     region = Region(mesh.get_local_rank(), degree)
@@ -58,6 +61,7 @@ def split_layers(model: nn.Module, mesh: DeviceMesh, parallel: Parallel, say: Ca
     for name in owners:
         share_heads(model.get_submodule(name), degree)
         guard_region(model.get_submodule(name), region)
+    spread_sequences(model, stacks, owners, mesh, region)
     tie_again(ties)
     leave_fast_paths(model)
     say(describe(model, plan, degree, was_recognised=parallel.plan is None and not declared_plan(model)))

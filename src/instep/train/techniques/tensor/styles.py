@@ -22,8 +22,10 @@ from instep.train.absent import is_absent
 from instep.train.techniques.tensor.regions import Region
 
 
-def enter(x: Tensor, mesh: DeviceMesh) -> Tensor:
+def enter(x: Tensor, mesh: DeviceMesh, sequence_dim: int | None = None) -> Tensor:
     """A whole activation comes to where each rank does its share; backward adds the ranks' gradients up.
+
+    sequence_dim: where it comes in stretches along that dim.
 
     Raises UsageError for the output of a layer that was taken for the model's last one.
     """
@@ -32,6 +34,8 @@ def enter(x: Tensor, mesh: DeviceMesh) -> Tensor:
             f"a layer got a DTensor of shape {tuple(x.shape)}, whose parts split_loss leaves on their ranks for cross_entropy, so "
             "another layer is the model's last one. Name it: Parallel(split_loss='head')."
         )
+    if sequence_dim is not None:
+        return bring_together(x, mesh, sequence_dim)
     return DTensor.from_local(x, mesh, [Replicate()], run_check=False).to_local(grad_placements=[Partial()])
 
 
@@ -43,6 +47,27 @@ def add_up(x: Tensor, mesh: DeviceMesh) -> Tensor:
 def gather(x: Tensor, mesh: DeviceMesh) -> Tensor:
     """Shares of the last dim one after another, whole on each rank."""
     return _whole(x, mesh, Shard(x.dim() - 1))
+
+
+def take_stretch(x: Tensor, mesh: DeviceMesh, dim: int) -> Tensor:
+    """This rank's stretch of a whole activation."""
+    return DTensor.from_local(x, mesh, [Replicate()], run_check=False).redistribute(placements=[Shard(dim)]).to_local()
+
+
+def gather_along(x: Tensor, mesh: DeviceMesh, dim: int) -> Tensor:
+    """Stretches one after another, whole on each rank, to go on alike on all of them."""
+    return _whole(x, mesh, Shard(dim))
+
+
+def bring_together(x: Tensor, mesh: DeviceMesh, dim: int) -> Tensor:
+    """Stretches come to where each rank does its share of the whole; backward adds up and leaves each its stretch."""
+    whole = DTensor.from_local(x, mesh, [Shard(dim)], run_check=False).redistribute(placements=[Replicate()])
+    return whole.to_local(grad_placements=[Partial()])
+
+
+def leave_stretch(x: Tensor, mesh: DeviceMesh, dim: int) -> Tensor:
+    """Of the sum of the ranks' contributions, this rank's stretch."""
+    return DTensor.from_local(x, mesh, [Partial()], run_check=False).redistribute(placements=[Shard(dim)]).to_local()
 
 
 def as_shares(x: Tensor, mesh: DeviceMesh) -> Tensor:
@@ -112,6 +137,7 @@ class Split(ParallelStyle):
 
     region: Region
     weight: Placement = Replicate()
+    sequence_dim: int | None = None  # of the activations around, where these are stretches of sequences
 
 
 class Columns(Split):
@@ -134,7 +160,7 @@ class Columns(Split):
             if self.gathered:
                 out = F.linear(enter(input, device_mesh), weight.T if dim else weight, bias)
                 return as_shares(out, device_mesh) if self.spread else gather(out, device_mesh)
-            entered = self.region.enter_once(input, lambda x: enter(x, device_mesh))
+            entered = self.region.enter_once(input, lambda x: enter(x, device_mesh, self.sequence_dim))
             self.region.inside = True
             return F.linear(entered, weight.T if dim else weight, bias)
 
@@ -153,7 +179,7 @@ class Rows(Split):
         self.whole_input = whole_input
         self.weight = Shard(1)
 
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+    def _apply(self, module: Any, device_mesh: DeviceMesh) -> nn.Module:
         dim = 0 if is_transposed(module) else 1
         place(module, "weight", device_mesh, Shard(dim))
         place(module, "bias", device_mesh, Replicate())
@@ -163,9 +189,12 @@ class Rows(Split):
             share = take_share(input, device_mesh) if self.whole_input else input
             weight: Any = module.weight
             local = weight.to_local()
-            out = add_up(F.linear(share, local if dim else local.T), device_mesh)
-            bias: Any = module.bias
-            return out if bias is None else out + bias.to_local().to(out.dtype)
+            out, bias = F.linear(share, local if dim else local.T), module.bias
+            if self.sequence_dim is None:
+                out, placements = add_up(out, device_mesh), None
+            else:
+                out, placements = leave_stretch(out, device_mesh, self.sequence_dim), [Partial()]
+            return out if bias is None else out + bias.to_local(grad_placements=placements).to(out.dtype)
 
         module.forward = forward
         return module
