@@ -30,7 +30,7 @@ def backward_exactly(
     given: bool,
     factor: float,
     chosen: Sequence[Trained],
-    inputs: list[Tensor] | None,
+    inputs: Sequence[Tensor] | None,
 ) -> None:
     """As step.backward, which has checked all of it: loss times `factor` reaches the parameters of `chosen`."""
     has_first = step._rows[0].has_first

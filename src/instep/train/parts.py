@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.nn.parameter import UninitializedTensorMixin
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from instep.errors import UsageError
 from instep.train.call_arguments import show
@@ -26,7 +26,7 @@ def check_plain(model: object) -> None:
 def check_values(call: str, model: nn.Module) -> None:
     """Raises UsageError for a model that was made without values."""
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        if isinstance(tensor, UninitializedTensorMixin):
+        if isinstance(tensor, (UninitializedParameter, UninitializedBuffer)):
             raise UsageError(
                 f"{call} got a {type(model).__name__} whose {name} has no shape yet: a lazy module learns it from its "
                 "first input. Run the model on one batch before: model(inputs)."

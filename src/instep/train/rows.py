@@ -8,7 +8,7 @@ the function runs again per micro-batch, with the same random numbers, and hands
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -47,7 +47,7 @@ class AllRows:
         self.gradients: Sequence[Tensor | None] | None = None
         self._was_sent = False
 
-    def gather(self, batches: Sequence[MicroBatch]) -> Any:
+    def gather(self, batches: Iterable[MicroBatch]) -> Any:
         """fn's rows of all ranks, in sample order. Every rank must call it."""
         data, is_tuple = self._run._grid.data, False
         local: list[tuple[Tensor, ...]] = []
@@ -137,7 +137,7 @@ class _Rows(torch.autograd.Function):
 def backward_rows(
     run: Run,
     calls: Sequence[AllRows],
-    batches: Sequence[MicroBatch],
+    batches: Iterable[MicroBatch],
     factor: float,
     inputs: Sequence[Tensor] | None,
     around: Callable[[int, MicroBatch], AbstractContextManager[None]],

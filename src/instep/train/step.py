@@ -154,7 +154,7 @@ class Step:
         for trained in chosen:
             trained.reducer.lanes.count(value, weighted)
 
-    def _run_backward(self, scaled: Tensor, inputs: list[Tensor] | None) -> None:
+    def _run_backward(self, scaled: Tensor, inputs: Sequence[Tensor] | None) -> None:
         self.in_backward = True
         try:
             scaled.backward(inputs=None if inputs is None else [*inputs, *(rows.anchor for rows in self._rows)])

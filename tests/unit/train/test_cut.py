@@ -118,9 +118,9 @@ def test_a_model_that_cannot_be_cut_is_refused(model: nn.Module, stages: int, cu
             "Parallel(pipeline=2, schedule='interleaved_1f1b') takes 3 or 5 or 7 and so on cut points, one less than stages; ",
         ),
         (
-            Parallel(pipeline=2, cut=[3]),
+            Parallel(pipeline=2, cut=[3]),  # type: ignore[list-item]
             "Parallel(cut=[3]): cut points are the names of the modules that begin a new stage",
-        ),  # type: ignore[list-item]
+        ),
         (Parallel(pipeline=2, cut=["a", "a"]), "Parallel(cut=['a', 'a']) names a module twice; each begins one stage."),
         (
             Parallel(cut=["a"]),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import torch.distributed as dist
 from torch import nn
 
 from instep.records.choice import Choice
@@ -30,7 +31,7 @@ def choose_transport(compress: str | None, exact: bool, world: World, say: Calla
     if group is None:
         return GroupSum(None)
     if compress in DTYPES:
-        groups = (group, world.new_group())
+        groups = _with_a_second(group, world)
         return ExactCompressedSum(groups, compress) if exact else CompressedSum(groups, compress)
     if compress == "powersgd":
         return PowerSGD(group)
@@ -40,7 +41,12 @@ def choose_transport(compress: str | None, exact: bool, world: World, say: Calla
             reason = "all ranks are on this host and on the CPU, so nothing has to be sent"
             say(str(Choice("shared_memory", True, reason, "INSTEP_SHARED_MEMORY=off")))
             return shared
-    return ExactSum((group, world.new_group())) if exact else GroupSum(group)
+    return ExactSum(_with_a_second(group, world)) if exact else GroupSum(group)
+
+
+def _with_a_second(group: dist.ProcessGroup, world: World) -> tuple[dist.ProcessGroup, ...]:
+    second = world.new_group()
+    return (group,) if second is None else (group, second)
 
 
 def _all_want_shared_memory(world: World) -> bool:

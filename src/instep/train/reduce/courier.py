@@ -30,11 +30,11 @@ class BucketCourier(Protocol):
 class Couriers:
     """One courier per group, made with the first bucket. Buckets take them in turn, so that while one adds, the next sends.
 
-    run: sums a bucket over a group in which nothing else is sent. On a GPU all take the first group: the kernels of two
+    run: called as run(bucket, group=...), sums the bucket over a group in which nothing else is sent. On a GPU all take the first group: the kernels of two
     could wait for each other.
     """
 
-    def __init__(self, run: Callable[[Bucket, dist.ProcessGroup], None], groups: Sequence[dist.ProcessGroup]) -> None:
+    def __init__(self, run: Callable[..., None], groups: Sequence[dist.ProcessGroup]) -> None:
         self._run, self._groups = run, groups
         self._couriers: list[BucketCourier] = []
         self._num_started = 0  # ranks start the same buckets in the same order, so they choose the same courier
