@@ -113,12 +113,15 @@ def train(
     scheduler_of: Callable[..., Any] | None = None,
     explicit: bool = False,
     evaluate: bool = False,
+    frozen: tuple[str, ...] = (),
     **arguments: Any,
 ) -> dict[str, Any]:
     with instep.Run(**{"global_batch": 16, "micro_batch": 2, **arguments}) as run:
         torch.manual_seed(1)
         model = model_of()
         optimizer = optimizer_of(model)
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(parameter.requires_grad and not name.startswith(frozen))
         scheduler = scheduler_of(optimizer) if scheduler_of else None
         run.prepare(model, optimizer, scheduler)
         loader, test = run.loader(data(rows), shuffle=True), run.loader(data(21))
@@ -151,11 +154,13 @@ TRAININGS: dict[str, Callable[..., dict[str, Any]]] = {
     "no loose parameter, tied": lambda **split: train(lambda: Loose(tied=True), clip_norm=0.1, evaluate=True, **split),
     "no loose parameter": lambda **split: train(Loose, clip_norm=0.1, evaluate=True, **split),
     "encoder": lambda **split: train(Encoder, clip_norm=0.1, evaluate=True, **split),
+    "first stage frozen": lambda **split: train(Loose, frozen=BEFORE, optimizer_of=sgd, **split),
     "recomputed": lambda **split: train(lambda: Deep(0.3), recompute="blocks", **split),
     "bf16": lambda **split: train(Single, precision="bf16", evaluate=True, **split),
     "fp16": lambda **split: train(Single, precision="fp16", **split),
 }
 TOLERANCES = {"bf16": 1e-3, "fp16": 1e-3}
+BEFORE = ("into", "blocks.0", "blocks.1")  # the first stage of two
 FIRST = next(iter(TRAININGS))
 Pipe = partial(instep.Parallel, pipeline=2)
 BY_HAND = ["blocks.0", "blocks.1", "blocks.3"]
@@ -164,7 +169,7 @@ ROWS: list[tuple[int, instep.Parallel, list[str]]] = [
     (4, Pipe(schedule="zbv", replicate=2), [FIRST, "token mean", "batch norm", "tied over stages"]),
     (3, instep.Parallel(pipeline=3, schedule="gpipe"), [FIRST]),
     (2, Pipe(schedule="interleaved_1f1b", cut=BY_HAND), [FIRST]),
-    (2, Pipe(schedule="interleaved_zero_bubble"), [FIRST, "token mean", "recomputed", "fp16"]),
+    (2, Pipe(schedule="interleaved_zero_bubble"), [FIRST, "token mean", "recomputed", "fp16", "first stage frozen"]),
     (2, Pipe(schedule="dualpipev"), [FIRST]),
     (4, Pipe(shard=2), ["no loose parameter, tied"]),
     (4, Pipe(shard=2, schedule="zbv"), ["no loose parameter"]),
@@ -276,11 +281,13 @@ def make_mistakes(rank: int, size: int) -> list[str]:
         note(lambda: step.all_rows(model))
         note(lambda: step.forward_backward(other, F.cross_entropy))
         note(lambda: step.forward_backward(model, 3))
+        model.requires_grad_(False)
+        note(lambda: step.forward_backward(model, F.cross_entropy))
     return said
 
 
 def test_mistakes_with_a_pipeline_are_told_in_one_sentence() -> None:
-    for said in run_ranks(make_mistakes, 4):
+    for rank, said in enumerate(run_ranks(make_mistakes, 4)):
         assert said == [
             "a pipeline with sharding shares out whole modules, and shift belongs to a module that lies in several stages. Put "
             "it into a module of its own, or leave shard out of the split.",
@@ -293,4 +300,6 @@ def test_mistakes_with_a_pipeline_are_told_in_one_sentence() -> None:
             "step.forward_backward got a Deep that run.prepare has not cut; it takes the Deep itself, as run.prepare returned it.",
             "step.forward_backward got a int as its loss_fn; it takes a function of the model's output and the targets, as "
             "torch.nn.functional.cross_entropy.",
+            f"{'shift' if rank < 2 else 'blocks.2.up.weight'} was frozen after run.prepare, which a pipeline cannot follow. Do "
+            "it before, and go on from a checkpoint where it has to change.",
         ]

@@ -79,7 +79,7 @@ def run_stages(model: nn.Module, cuts: Cuts, *args: Any) -> Any:
     tracer = Tracer(model, cuts, CPU)
     pieces = Pieces(model, cuts, frozenset(range(cuts.count)))
     try:
-        plan = tracer.plan(args, {}, {name: module.training for name, module in model.named_modules()})
+        plan = tracer.plan(args, {})
         output: Any = []
         for stage in range(cuts.count):
             run = StageRun(plan, stage, output, lambda: None)
@@ -114,17 +114,28 @@ def test_dropout_draws_what_one_process_does() -> None:
 def test_shapes_are_planned_once_each_and_follow_autocast() -> None:
     model = Model().eval()
     tracer = Tracer(model, cut_model(model, 2, ["blocks.1"], ""), CPU)
-    training = {name: module.training for name, module in model.named_modules()}
     tokens = torch.randint(0, 10, (2, 5))
-    plan = tracer.plan((tokens,), {}, training)
-    assert tracer.plan((tokens + 1,), {}, training) is plan
+    plan = tracer.plan((tokens,), {})
+    assert tracer.plan((tokens + 1,), {}) is plan
     assert plan.boundaries[0].carried[0].shape == (2, 5, 4)
-    assert tracer.plan((tokens[:1],), {}, training).boundaries[0].carried[0].shape == (1, 5, 4)
+    assert tracer.plan((tokens[:1],), {}).boundaries[0].carried[0].shape == (1, 5, 4)
     chain = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     other = Tracer(chain, cut_model(chain, 2, None, ""), CPU)
     with torch.autocast("cpu", torch.bfloat16):
-        found = other.plan((torch.randn(2, 4),), {}, {name: True for name, _ in chain.named_modules()})
+        found = other.plan((torch.randn(2, 4),), {})
     assert found.boundaries[0].carried[0].dtype == torch.bfloat16
+
+
+def test_a_plan_knows_what_is_frozen_and_follows_what_trains() -> None:
+    tokens = torch.randint(0, 10, (2, 5))
+    for frozen in (False, True):
+        model = Model().requires_grad_(not frozen)
+        tracer = Tracer(model, cut_model(model, 2, ["blocks.1"], ""), CPU)
+        first = tracer.plan((tokens,), {})
+        assert first.boundaries[0].carried[0].requires_grad is not frozen
+        model.eval()
+        tracer.follow(model)
+        assert (first.draws, tracer.plan((tokens,), {}).draws) == (True, False)
 
 
 @pytest.mark.parametrize(

@@ -28,15 +28,12 @@ class StageReducer(Reducer):
     def __init__(
         self, parameters: Sequence[nn.Parameter], grid: Grid, transport: Transport, tied: Sequence[Tied]
     ) -> None:
-        super().__init__(parameters, grid.data, transport)
+        super().__init__(_held(parameters), grid.data, transport)
         self.grid: Grid = grid
         self._tied = tied
 
     def begin_step(self, parameters: Sequence[nn.Parameter], reference: float | None) -> None:
-        for parameter in parameters:
-            if is_absent(parameter):
-                parameter.requires_grad_(False)  # where a script has unfrozen all of them
-        super().begin_step(parameters, reference)
+        super().begin_step(_held(parameters), reference)
 
     def begin_pass(self, overlap: bool) -> None:
         super().begin_pass(False)
@@ -80,3 +77,7 @@ class StageReducer(Reducer):
         found = [(is_cut(p), local_part(p.grad)) for p in self.parameters if p.grad is not None and id(p) not in twice]
         cut, alike = ([gradient for is_cut, gradient in found if is_cut is wanted] for wanted in (True, False))
         return norm_over_peers(cut, alike, self.grid, copies=0)
+
+
+def _held(parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
+    return [parameter for parameter in parameters if not is_absent(parameter)]

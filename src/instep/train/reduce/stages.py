@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -59,12 +59,21 @@ def note(lanes: Lanes, position: int, reference: float, result: Any) -> None:
 
 
 def agree_totals(grid: Grid, table: Table, what: str) -> Table:
-    """A stage in which nothing is trained takes the totals of one in which something is. Every rank must call it."""
-    mine: Sequence[float] = [table.counted, table.given, sum(table.weights), sum(table.losses)]
+    """A stage of which no parameter got a gradient takes the totals of one that has some. Every rank must call it."""
+    is_reached = bool(table.counted) and (not table.used.size or bool(table.used.any()))
+    mine: Sequence[float] = [is_reached, table.counted, table.given, sum(table.weights), sum(table.losses)]
     rows = [torch.zeros(len(mine), dtype=torch.float64) for _ in range(grid.peers.size)]
     row = torch.tensor(mine, dtype=torch.float64)
     grid.peers.wait(dist.all_gather(rows, row, group=grid.peers.host_group, async_op=True), what)
-    counted, given, weight, loss = max((row.tolist() for row in rows), key=lambda row: row[0])
-    if table.counted or not counted:
+    reached, counted, given, weight, loss = max((row.tolist() for row in rows), key=lambda row: row[0])
+    if is_reached or not reached:
         return table
-    return Table(table.calls, int(counted), int(given), table.stop, [weight], [loss], np.zeros(0), np.zeros(0))
+    return replace(
+        table,
+        counted=int(counted),
+        given=int(given),
+        weights=[weight],
+        losses=[loss],
+        used=np.zeros(0),
+        extra=np.zeros(0),
+    )

@@ -6,6 +6,7 @@ The next stage draws on where this one stopped, as one process would, so that dr
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -34,6 +35,12 @@ def with_state(carried: Sequence[Carried], draws: bool, device: torch.device) ->
         return tuple(carried)
     state = rng_state(device)
     return (*carried, Carried(tuple(state.shape), state.dtype, False))
+
+
+def for_split_backward(carried: Sequence[Carried]) -> tuple[Carried, ...]:
+    """With gradients for all activations, also behind frozen stages: torch's zero-bubble schedules find the gradients of a
+    stage's parameters from those of its inputs, and silently leave them out where no input has any."""
+    return tuple(replace(each, requires_grad=each.dtype.is_floating_point) for each in carried)
 
 
 def pack(

@@ -14,10 +14,12 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from instep.errors import UsageError
+from instep.records.schedules import SCHEDULES
+from instep.train.absent import is_absent
 from instep.train.forward_backward import take_apart
 from instep.train.precision import as_float32
 from instep.train.reduce.stages import Tied
-from instep.train.techniques.pipeline.carry import pack, set_rng_state, with_state
+from instep.train.techniques.pipeline.carry import for_split_backward, pack, set_rng_state, with_state
 from instep.train.techniques.pipeline.cut import Cuts
 from instep.train.techniques.pipeline.last_stage import Result, weigh_loss
 from instep.train.techniques.pipeline.pieces import Pieces
@@ -83,7 +85,12 @@ class Pipeline:
         self._failure: Exception | None = None
         self._places = {stage: _places(model, cuts, stage) for stage in self.held}
         self._modules = {s: StageModule(s, self._work, functools.partial(self._trained, s)) for s in self.held}
+        self.note_frozen()
         self._take_over()
+
+    def note_frozen(self) -> None:
+        """Which of the parameters here are trained, from now on."""
+        self._frozen = {n: (p, p.requires_grad) for n, p in self.model.named_parameters() if not is_absent(p)}
 
     def close(self) -> None:
         self._pieces.close()
@@ -112,9 +119,6 @@ class Pipeline:
         found = (module._parameters[name] for module, name in self._places[stage])
         return (parameter for parameter in found if parameter is not None and parameter.requires_grad)
 
-    def plan(self, args: Any, kwargs: Any) -> Plan:
-        return self._tracer.plan(args, kwargs, {name: module.training for name, module in self.model.named_modules()})
-
     # -- training
 
     def run_pass(self, batches: Sequence[Any], loss_fn: Callable[..., Any], job_of: Callable[..., Job]) -> list[Result]:
@@ -122,15 +126,26 @@ class Pipeline:
 
         job_of: makes a Job of a micro-batch, its plan, arguments and targets. Returns what the last stage found.
         """
+        self._check_frozen()
+        self._tracer.follow(self.model)
         jobs = []
         for batch in batches:
             args, kwargs, targets = take_apart(self.model, batch.data)
             with self._autocast():
-                plan = self.plan(args, kwargs)
+                plan = self._tracer.plan(args, kwargs)
             jobs.append(job_of(batch, plan, args, kwargs, targets))
         for _, some in groupby(jobs, key=lambda job: (job.plan.key, job.plan.draws)):
             self._run_alike(list(some), loss_fn)
         return self._share([job.result for job in jobs])
+
+    def _check_frozen(self) -> None:
+        """What goes between stages follows from which parameters are trained, and a stage sees its own only."""
+        changed = [name for name, (p, trained) in self._frozen.items() if p.requires_grad is not trained]
+        if changed:
+            raise UsageError(
+                f"{changed[0]} was {'frozen' if self._frozen[changed[0]][1] else 'unfrozen'} after run.prepare, which a pipeline "
+                "cannot follow. Do it before, and go on from a checkpoint where it has to change."
+            )
 
     def _run_alike(self, jobs: list[Job], loss_fn: Callable[..., Any]) -> None:
         """Micro-batches whose activations have the same shapes, through one schedule."""
@@ -146,7 +161,9 @@ class Pipeline:
             self._jobs, self._loss_fn, self._failure = (), None, None
 
     def _schedule_for(self, plan: Plan, count: int) -> Callable[[], None]:
-        boundaries = tuple(with_state(carried, plan.draws, self.world.device) for carried in plan.key)
+        splits = SCHEDULES[self._order.schedule].splits_backward
+        alike = (for_split_backward(carried) if splits else carried for carried in plan.key)
+        boundaries = tuple(with_state(carried, plan.draws, self.world.device) for carried in alike)
         key = (boundaries, count)
         if key not in self._schedules:
             if len(self._schedules) == MOST_SCHEDULES:
@@ -204,7 +221,8 @@ class Pipeline:
                 "train it with step.forward_backward(model, loss_fn) in place of the inner loop. Called under torch.no_grad(), as "
                 "in run.evaluate, it gives its output on every rank."
             )
-        plan = self.plan(args, kwargs)
+        self._tracer.follow(self.model)
+        plan = self._tracer.plan(args, kwargs)
         received: list[Tensor] = []
         output: Any = None
         for stage, rank in enumerate(self.ranks):

@@ -124,6 +124,7 @@ def shard_stages(pipeline: Pipeline, mesh: DeviceMesh) -> None:
     """Shards what this rank has taken, over the ranks that hold the same. Every rank must call it."""
     places = [(m, name, p) for m in pipeline.model.modules() for name, p in m._parameters.items() if p is not None]
     pipeline.sharded = ShardedStages(pipeline, mesh)
+    pipeline.note_frozen()
     sharded = {id(before): m._parameters[name] for m, name, before in places if m._parameters[name] is not before}
     for module, name, before in places:  # its other names, in modules that run on other ranks
         module._parameters[name] = sharded.get(id(before), before)

@@ -84,23 +84,24 @@ class Tracer:
         self._pieces = Pieces(self._model, cuts, frozenset(range(cuts.count)))
         self._cuts, self._device, self._kind = cuts, device, type(model).__name__
         self._plans: dict[Hashable, Plan] = {}
+        self._modes: tuple[tuple[str, bool], ...] = ()
+        self.follow(model)
 
-    def plan(self, args: Any, kwargs: Any, training: dict[str, bool]) -> Plan:
-        """training: of each module of the model. Raises UsageError for a forward that cannot be cut there."""
-        key = _describe_inputs(args, kwargs, self._model.training)
-        if key not in self._plans or training != self._modes():
-            for name, module in self._model.named_modules():
-                module.training = training[name]
-            key = _describe_inputs(args, kwargs, self._model.training)
-            self._plans.pop(key, None)
+    def follow(self, model: nn.Module) -> None:
+        """Takes up which modules of the model are in training mode. Before `plan`, when that may have changed."""
+        training = {name: module.training for name, module in model.named_modules()}
+        self._modes = tuple(training.items())
+        for name, module in self._model.named_modules():
+            module.training = training.get(name, module.training)
+
+    def plan(self, args: Any, kwargs: Any) -> Plan:
+        """Raises UsageError for a forward that cannot be cut there."""
+        key = self._modes, _describe_inputs(args, kwargs)
         if key not in self._plans:
             if len(self._plans) == MOST_PLANS:
                 self._plans.clear()
             self._plans[key] = self._make(args, kwargs)
         return self._plans[key]
-
-    def _modes(self) -> dict[str, bool]:
-        return {name: module.training for name, module in self._model.named_modules()}
 
     def _make(self, args: Any, kwargs: Any) -> Plan:
         generators = get_generators()
@@ -128,11 +129,11 @@ class Tracer:
         return plan
 
 
-def _describe_inputs(args: Any, kwargs: Any, training: bool) -> Hashable:
+def _describe_inputs(args: Any, kwargs: Any) -> Hashable:
     leaves, spec = tree_flatten((args, kwargs))
     autocast = [(kind, torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
     found = [(v.shape, v.dtype, v.requires_grad) if isinstance(v, Tensor) else repr(v) for v in leaves]
-    return repr((found, autocast)), str(spec), training, torch.is_grad_enabled()
+    return repr((found, autocast)), str(spec), torch.is_grad_enabled()
 
 
 class Probe:
