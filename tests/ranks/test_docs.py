@@ -117,9 +117,9 @@ def test_commands_of_the_readme_print_what_it_shows(name: str, tmp_path: Path) -
             said, code = play(tmp_path, command)
             assert code == (124 if "ddp.py" in command else 0), said
             assert_printed(said, shown)
-    table = re.findall(r"^\| `(instep [^`]+)`", text, flags=re.MULTILINE)
+    table: list[str] = re.findall(r"^\| `(instep [^`]+)`", text, flags=re.MULTILINE)
     assert len(table) >= 6
-    names = {"RUN_DIR": "runs/digits", "DIR": "runs/digits", "ID": "hang/some-ranks-only"}
+    names: dict[str, str] = {"RUN_DIR": "runs/digits", "DIR": "runs/digits", "ID": "hang/some-ranks-only"}
     for command in table:
         said, code = play(tmp_path, " ".join(names.get(word, word) for word in command.split()))
         assert code == 0, f"{command}: {said}"

@@ -38,7 +38,7 @@ class Noisy(nn.Module):
         return x + self.down(hidden)
 
 
-def make() -> nn.Sequential:
+def make() -> Any:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(8, 8), Noisy(), Noisy(), Noisy())
 
