@@ -81,7 +81,7 @@ def test_a_block_that_shares_a_parameter_stays_with_the_root() -> None:
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        ({"exact": True}, "exact=True adds gradients in an order of its own and goes with parallel='ddp' only."),
+        ({"exact": True}, "exact=True adds gradients in an order of its own and goes with 'ddp' and 'zero1' only."),
         ({"compress": "bf16"}, "compress='bf16' is for gradients that every rank holds whole"),
     ],
 )

@@ -39,7 +39,7 @@ def check_shardable(arguments: Arguments) -> None:
     """Raises UsageError for arguments of Run that no sharded split can keep."""
     if arguments.exact:
         raise UsageError(
-            "exact=True adds gradients in an order of its own and goes with parallel='ddp' only. Leave one of them out."
+            "exact=True adds gradients in an order of its own and goes with 'ddp' and 'zero1' only. Leave one of them out."
         )
     if arguments.compress is not None:
         raise UsageError(

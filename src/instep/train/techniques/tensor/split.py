@@ -71,7 +71,7 @@ def check_splittable(arguments: Arguments) -> None:
     """Raises UsageError for arguments of Run that the tensor axis cannot keep."""
     if arguments.exact:
         raise UsageError(
-            "exact=True adds gradients in an order of its own and goes with parallel='ddp' only. Leave one of them out."
+            "exact=True adds gradients in an order of its own and goes with 'ddp' and 'zero1' only. Leave one of them out."
         )
     if arguments.compress == "powersgd":
         raise UsageError(
