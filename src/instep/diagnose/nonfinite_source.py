@@ -45,10 +45,14 @@ def find_operation(here: CallSite | None, name: str) -> CallSite | None:
     for source, node, is_near in _near_loss(here):
         if isinstance(node, ast.Call) and _called(node).rstrip("_") in names:
             return source.site(node)
-        written = operator and is_near and isinstance(node, ast.BinOp) and isinstance(node.op, operator)
-        if written and (word == "pow" or not isinstance(node.right, ast.Constant)):
+        if operator and is_near and isinstance(node, ast.BinOp) and _is_written(node, operator, word):
             return source.site(node)
     return None
+
+
+def _is_written(node: ast.BinOp, operator: type[ast.operator], word: str) -> bool:
+    """A division or product by a constant makes no infinity."""
+    return isinstance(node.op, operator) and (word == "pow" or not isinstance(node.right, ast.Constant))
 
 
 def find_steep(here: CallSite | None) -> CallSite | None:

@@ -100,3 +100,10 @@ def test_a_run_without_a_bad_loss_has_nothing_to_replay(tmp_path: Path) -> None:
 def test_losses_that_are_numbers_have_no_first_bad_operation() -> None:
     x = torch.randn(4, 3, requires_grad=True)
     assert find_first_bad(F.cross_entropy(x * 2, torch.tensor([0, 1, 2, 0]))) is None
+
+
+def test_a_convolution_is_done_again_with_its_own_shape() -> None:
+    x = torch.full((1, 2, 5, 5), 200.0, dtype=torch.float16, requires_grad=True)
+    weight = torch.full((3, 2, 3, 3), 100.0, dtype=torch.float16, requires_grad=True)
+    found = find_first_bad(F.conv2d(x * 1, weight, stride=2, padding=1).float().sum())
+    assert found is not None and found.name == "Convolution" and found.overflow

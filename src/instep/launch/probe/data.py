@@ -196,7 +196,7 @@ def _subset_print(dataset: Any) -> int | None:
 def print_order(dataset: Any) -> list[int] | None:
     """For a data set of the script's own that keeps a list of its samples (paths, rows): a print of their order, and one
     that does not depend on the order. None where there is no such list, or it is too long to look at."""
-    length = _length(dataset)
+    length = _length(dataset) or 0
     members = getattr(dataset, "__dict__", {})
     for value in members.values() if length else ():
         if isinstance(value, (list, tuple)) and len(value) == length <= _MOST_LISTED and _is_plain(value[0]):

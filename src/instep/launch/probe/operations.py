@@ -125,16 +125,11 @@ def _unary(function: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Saved]
 
 
 def _convolve(saved: Saved) -> torch.Tensor:
-    sizes = [list(saved[key]) for key in ("stride", "padding", "dilation")]
-    return torch.convolution(
-        saved["input"],
-        saved["weight"],
-        None,
-        *sizes,
-        saved["transposed"],
-        list(saved["output_padding"]),
-        saved["groups"],
+    stride, padding, dilation, output_padding = (
+        list(saved[key]) for key in ("stride", "padding", "dilation", "output_padding")
     )
+    shape = (stride, padding, dilation, saved["transposed"], output_padding, saved["groups"])
+    return torch.convolution(saved["input"], saved["weight"], None, *shape)
 
 
 _REDO: dict[str, Callable[[Saved], torch.Tensor]] = {
