@@ -86,6 +86,12 @@ def _fork(positions: tuple[Position, ...]) -> Fork | None:
     return None
 
 
+def ranks_with(hang: Hang, rank: int) -> tuple[int, ...]:
+    """The ranks that wait where this one does."""
+    place = next(((one.operation, one.site) for one in hang.waiting if one.rank == rank), None)
+    return tuple(one.rank for one in hang.waiting if (one.operation, one.site) == place) or (rank,)
+
+
 def find_swallowed(run: RunView) -> tuple[int, Event] | None:
     """An exception on one rank that passed through a watched call, after which that rank went on."""
     for view in run.ranks:

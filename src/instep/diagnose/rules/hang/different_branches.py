@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from instep.diagnose.hang import cite_positions, classify
+from instep.diagnose.hang import cite_positions, classify, ranks_with
 from instep.diagnose.run_view import RunView, short
 from instep.records.finding import Finding
 
@@ -34,7 +34,7 @@ def check(run: RunView) -> Iterator[Finding]:
         fix=(f"make {short(fork.where)} come out the same on every rank, or move the collective out of the branch",),
         evidence=cite_positions(run, hang.waiting + hang.outside),
         certainty="certain" if hang.proven else "likely",
-        ranks=(fork.inside,),
+        ranks=ranks_with(hang, fork.inside),
         where=fork.where,
         explains=("hang/*",),
     )

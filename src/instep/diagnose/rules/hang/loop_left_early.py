@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from instep.diagnose.hang import cite_positions, classify
+from instep.diagnose.hang import cite_positions, classify, ranks_with
 from instep.diagnose.run_view import RunView, short
 from instep.records.finding import Finding
 
@@ -37,7 +37,7 @@ def check(run: RunView) -> Iterator[Finding]:
         fix=(f"let one rank decide at {short(fork.where)} and broadcast the decision, or all-reduce the value first",),
         evidence=cite_positions(run, hang.waiting + hang.outside),
         certainty="certain" if hang.proven else "likely",
-        ranks=(fork.outside,),
+        ranks=ranks_with(hang, fork.outside),
         where=fork.where,
         explains=("hang/*", "numbers/*"),
     )

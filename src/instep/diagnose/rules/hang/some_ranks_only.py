@@ -18,8 +18,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from instep.diagnose.hang import Hang, cite_positions, classify
-from instep.diagnose.run_view import RunView, short
+from instep.diagnose.hang import Hang, cite_positions, classify, ranks_with
+from instep.diagnose.run_view import RunView, name_ranks, short
 from instep.records.finding import Finding
 
 
@@ -30,15 +30,20 @@ def check(run: RunView) -> Iterator[Finding]:
     fork = hang.fork
     inside = next(one for one in hang.waiting if one.rank == fork.inside)
     operation = inside.operation
+    there = ranks_with(hang, fork.inside)
+    elsewhere = [one.rank for one in hang.waiting + hang.outside if one.rank not in there]
+    # The few are the odd ones: those that came by, or those that did not.
+    title = f"{name_ranks(there)} wait{'s' * (len(there) == 1)} in {operation} at {short(inside.site)}, where "
+    title += "only some ranks come by" if len(there) <= len(elsewhere) else f"{name_ranks(elsewhere)} did not come by"
     yield Finding(
         id="hang/some-ranks-only",
-        title=f"rank {fork.inside} waits in {operation} at {short(inside.site)}, where only some ranks come by",
+        title=title,
         cause=f"The condition at {short(fork.condition)} depends on the rank: it leads rank {fork.inside} to {operation}, which "
         f"rank {fork.outside} does not enter, and the ranks wait for each other.",
         fix=_what_to_do(hang, operation, short(fork.where)),
         evidence=cite_positions(run, hang.waiting + hang.outside),
         certainty="certain" if hang.proven else "likely",
-        ranks=(fork.inside,),
+        ranks=there if len(there) <= len(elsewhere) else tuple(elsewhere),
         where=fork.where,
         explains=("hang/*",),
     )
