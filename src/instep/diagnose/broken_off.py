@@ -42,7 +42,7 @@ def _broken_off_at(page: Page, exits: dict[str, Any] | None, alive: bool) -> flo
     """By the rank's monotonic clock; None for a run that came to an end of its own, or goes on."""
     if exits is None:
         return page.beat if page.beat and not alive else None
-    stop = exits.get("stop") or {}
+    stop: dict[str, Any] = exits.get("stop") or {}
     return page.by_own_clock(stop["at"]) if stop.get("reason") in _FROM_OUTSIDE else None
 
 

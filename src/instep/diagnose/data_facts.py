@@ -122,3 +122,12 @@ def _smallest_on_rank(source: Source, node: ast.AST) -> ast.AST | None:
     if source.depends_on_rank(node) and not isinstance(node, ast.Name):
         return node
     return None
+
+
+def find_skipped_batches(run: RunView) -> tuple[int, Event] | None:
+    """A rank that went through a pass of training and left out some of its batches, while no other rank did; its pass."""
+    found: list[tuple[int, Event]] = []
+    for view in run.ranks:
+        passes = [event for event in view.named("lap") if event["exhausted"] and event["backwards"] > 0]
+        found += [(view.rank, event) for event in passes if event["backwards"] < event["batches"]]
+    return found[0] if len({rank for rank, _ in found}) == 1 else None

@@ -6,6 +6,7 @@ import ast
 from collections.abc import Iterator
 
 from instep.diagnose.branches import conditions_of, find_handler, rank_condition
+from instep.diagnose.data_facts import find_skipped_batches
 from instep.diagnose.pairing import Mispairing
 from instep.diagnose.run_view import Frame, RankView, RunView, short
 from instep.diagnose.slices import call_at, definitions, loss_of
@@ -17,6 +18,9 @@ _GROWS = ("append", "extend", "add", "update", "setdefault", "insert")
 
 def explain_missing(run: RunView, mispairing: Mispairing) -> tuple[CallSite | None, str]:
     """The line to look at, and a sentence that says why."""
+    skipped = explain_skipped(run)
+    if skipped is not None:
+        return skipped
     view = run.by_rank.get(mispairing.odd if mispairing.odd is not None else -1)
     if view is None:
         return None, ""
@@ -28,6 +32,32 @@ def explain_missing(run: RunView, mispairing: Mispairing) -> tuple[CallSite | No
         if found is not None:
             return found
     return _explain_not_reached(operation, site)
+
+
+def explain_skipped(run: RunView) -> tuple[CallSite, str] | None:
+    """The condition under which a loop over batches goes on to the next one, where one rank did so and no other."""
+    rank, lap = find_skipped_batches(run) or (-1, None)
+    loop = run.by_rank[rank].site(lap["site"]) if lap is not None else None
+    source = load(loop.file) if loop is not None else None
+    if lap is None or loop is None or source is None:
+        return None
+    guard = _guard_of_continue(source, loop.line)
+    if guard is None:
+        return None
+    where, count = source.site(guard), f"{lap['batches']} batches and trained on {lap['backwards']} of them"
+    return where, f"Rank {rank} got {count}: `{where.source}` left the rest out, on this rank only."
+
+
+def _guard_of_continue(source: Source, line: int) -> ast.If | None:
+    """The condition under which the loop at a line goes on to its next turn."""
+    for node in ast.walk(source.tree):
+        guard = source.parents.get(node)
+        is_in_loop = isinstance(node, ast.Continue) and any(
+            loop.lineno == line for loop in source.loops_at(node.lineno)
+        )
+        if is_in_loop and isinstance(guard, ast.If):
+            return guard
+    return None
 
 
 def _explain_extra(mispairing: Mispairing, view: RankView) -> tuple[CallSite | None, str]:
