@@ -108,14 +108,17 @@ def _before(recorder: Recorder, optimizers: Optimizers, optimizer: Any) -> None:
     recorder.open_step = optimizers.current = id(optimizer)
     optimizers.site = recorder.sites.here(3)
     optimizers.started = recorder.mark(_ENTER, 0, 0, optimizers.site)
+    # A fused optimizer gets infinite gradients from a loss scaler, with a note to leave the step out.
+    is_told = getattr(optimizer, "found_inf", None) is not None
     for wrapped in optimizers.wrapped_by(optimizer):
+        if not is_told:
+            look_at_gradients(recorder, wrapped, optimizers.site)
         _judge_gradients(recorder, wrapped, optimizers.site)
 
 
 def _judge_gradients(recorder: Recorder, wrapped: Wrapped, site: int) -> None:
     """Whether the gradients that are about to be used have been averaged over the ranks."""
     wrapped.steps += 1
-    look_at_gradients(recorder, wrapped, site)
     if wrapped.local_since_reduced and not wrapped.averaged_by_hand:
         recorder.log.note(
             "local-gradients",
