@@ -58,7 +58,8 @@ class Buffers:
                     self._others.append((f"{prefix}.{name}".lstrip("."), module, name))
         self._written = [-1] * len(self._others)
         self.is_active = bool(self._norms or self._others)
-        if self._group is None and any(True for _ in model.buffers()):  # also where another stage of a pipeline has them
+        # also where only another stage of a pipeline has some
+        if self._group is None and any(True for _ in model.buffers()):
             self._group = self._world.new_group()
 
     # -- around a micro-batch's forward
