@@ -37,3 +37,28 @@ def test_a_store_has_a_second_connection_for_the_beats() -> None:
     import torch.distributed as dist
 
     assert hasattr(dist.Store, "clone")
+
+
+def test_the_flight_recorder_tells_groups_and_collectives_as_the_probe_reads_them() -> None:
+    import sys
+
+    import torch
+    import torch.distributed as dist
+
+    from instep.launch.probe import flight
+
+    imported = "torch._inductor" in sys.modules
+    store = dist.HashStore()
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        assert not flight.has_device_groups()
+        (name,) = flight.read_groups()
+        assert flight.read_groups() == {name: [0]}
+        dist.all_reduce(torch.ones(3))
+        entry = flight.read_entries()[-1]
+        assert (entry["operation"], entry["group"], entry["done"]) == ("all_reduce", name, True)
+        status = flight.read_status()
+        assert status is not None and status[0] == status[1] == entry["sequence"]
+        assert ("torch._inductor" in sys.modules) == imported  # the compiler would take seconds in a rank that hangs
+    finally:
+        dist.destroy_process_group()
