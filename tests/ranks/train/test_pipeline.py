@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -280,7 +280,7 @@ def make_mistakes(rank: int, size: int) -> list[str]:
         note(lambda: model(torch.zeros(2, FEATURES, dtype=torch.float64)))
         note(lambda: step.all_rows(model))
         note(lambda: step.forward_backward(other, F.cross_entropy))
-        note(lambda: step.forward_backward(model, 3))
+        note(lambda: step.forward_backward(model, cast("Any", 3)))
         model.requires_grad_(False)
         note(lambda: step.forward_backward(model, F.cross_entropy))
     return said
