@@ -24,7 +24,11 @@ _context.set_forkserver_preload(["torch", "torch.distributed", "torch._dynamo"])
 
 
 def run_ranks(
-    function: Callable[..., Any], size: int, *arguments: Any, timeout_seconds: float = 150, may_die: tuple[int, ...] = ()
+    function: Callable[..., Any],
+    size: int,
+    *arguments: Any,
+    timeout_seconds: float = 150,
+    may_die: tuple[int, ...] = (),
 ) -> list[Any]:
     """function(rank, size, *arguments) on `size` ranks of a gloo group; module-level, as it is pickled.
 

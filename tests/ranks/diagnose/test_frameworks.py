@@ -57,7 +57,7 @@ BROKEN = [
     ("accelerate_manual", "no_sync_wrong", "numbers/local-gradients", "no_sync"),
     ("fabric_train", "unprepared", "numbers/same-data", "train = DataLoader"),
     ("fabric_train", "no_sync_wrong", "numbers/local-gradients", "no_backward_sync"),
-    ("fabric_train", "early", "hang/loop-left-early", "HOW == \"early\""),
+    ("fabric_train", "early", "hang/loop-left-early", 'HOW == "early"'),
     ("fabric_train", "stuck", "hang/rank-stuck-outside", "time.sleep"),
     ("fabric_train", "save_main", "hang/some-ranks-only", "fabric.save"),
     ("trainer_train", "raise", "crash/exception", "raise KeyError"),

@@ -58,7 +58,9 @@ def test_a_loader_is_no_dataset() -> None:
         run.loader(run.loader(DATA))
 
 
-@pytest.mark.parametrize("source", [{i: DATA[i] for i in range(8)}, [torch.zeros(3), torch.ones(3)], [torch.zeros(3)] * 8])
+@pytest.mark.parametrize(
+    "source", [{i: DATA[i] for i in range(8)}, [torch.zeros(3), torch.ones(3)], [torch.zeros(3)] * 8]
+)
 def test_samples_in_a_dict_or_a_list_are_a_dataset(source: Any) -> None:
     with instep.Run(global_batch=2) as run:
         run.loader(source)
