@@ -68,7 +68,7 @@ def prepare_parts(
     if split.shard != 1:
         check_shardable(run._arguments)
     if split.tensor != 1:
-        check_splittable(run._arguments)
+        check_splittable(run._arguments, compiled=options.compile)
     if split.pipeline != 1:
         check_pipeline(run._arguments, split, options)
     take_up_split(run, split)

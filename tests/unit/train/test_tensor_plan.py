@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
@@ -16,6 +17,7 @@ from instep.train.techniques.tensor.sequence import check_length, find_stacks, p
 from instep.train.techniques.tensor.split import (
     check_divides,
     check_heads,
+    check_splittable,
     find_head,
     find_ties,
     settle_ties,
@@ -199,6 +201,32 @@ def test_stretches_are_equally_long() -> None:
     text = "a sequence of 127 cannot be cut in 2 equal stretches, as sequence=True does with tensor=2. Pad to a multiple of 2, such as 128"
     with pytest.raises(instep.UsageError, match=re.escape(text)):
         check_length(127, 2)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "compiled", "text"),
+    [
+        (
+            {},
+            True,
+            "compile=True does not go with tensor= yet: sums over ranks lie inside the blocks that would be compiled.",
+        ),
+        (
+            {"exact": True},
+            False,
+            "exact=True adds gradients in an order of its own and goes with 'ddp' and 'zero1' only.",
+        ),
+        (
+            {"compress": "powersgd"},
+            False,
+            "compress='powersgd' looks at whole matrices of gradients, of which tensor= leaves",
+        ),
+    ],
+)
+def test_names_what_does_not_go_together(arguments: dict[str, Any], compiled: bool, text: str) -> None:
+    given: Any = SimpleNamespace(**{"exact": False, "compress": None, **arguments})
+    with pytest.raises(instep.UsageError, match=re.escape(text)):
+        check_splittable(given, compiled=compiled)
 
 
 def test_sees_whether_a_module_draws() -> None:

@@ -67,8 +67,13 @@ def split_layers(model: nn.Module, mesh: DeviceMesh, parallel: Parallel, say: Ca
     say(describe(model, plan, degree, was_recognised=parallel.plan is None and not declared_plan(model)))
 
 
-def check_splittable(arguments: Arguments) -> None:
-    """Raises UsageError for arguments of Run that the tensor axis cannot keep."""
+def check_splittable(arguments: Arguments, *, compiled: bool) -> None:
+    """Raises UsageError for arguments of Run that the tensor axis cannot keep. compiled: blocks would be."""
+    if compiled:
+        raise UsageError(
+            "compile=True does not go with tensor= yet: sums over ranks lie inside the blocks that would be compiled. Leave one of "
+            "them out."
+        )
     if arguments.exact:
         raise UsageError(
             "exact=True adds gradients in an order of its own and goes with 'ddp' and 'zero1' only. Leave one of them out."
