@@ -13,9 +13,11 @@ import instep
 from instep.records.parallel import Parallel, read_parallel
 from instep.records.schedules import SCHEDULES
 from instep.train.techniques.block_options import BlockOptions
+from instep.train.techniques.pipeline.carry import for_split_backward, pack
 from instep.train.techniques.pipeline.last_stage import Result
 from instep.train.techniques.pipeline.schedule import busy_share, choose_schedule, place_stages
 from instep.train.techniques.pipeline.share_out import check_pipeline
+from instep.train.techniques.pipeline.trace import Carried
 
 
 def test_torch_has_every_schedule() -> None:
@@ -59,6 +61,21 @@ def test_a_result_goes_over_ranks_as_numbers() -> None:
     assert Result.of(result.numbers()) == Result(3.0, 0.5, True)
     assert Result.of(result.numbers()).weighted_loss == 1.5
     assert Result(0, float("nan")).weighted_loss == 0.0
+
+
+def test_activations_are_sent_as_planned() -> None:
+    planned = [Carried((2, 3), torch.float32, True)]
+    tensor = torch.randn(3, 2, requires_grad=True)
+    (sent,) = pack([tensor.T], planned, False, torch.device("cpu"))
+    assert sent.is_contiguous()
+    assert not sent._is_view()  # torch's zero-bubble schedules detach it in place
+    with pytest.raises(instep.UsageError, match=r"^a stage of the pipeline gave a tensor of shape \(3, 2\) and type"):
+        pack([tensor], planned, False, torch.device("cpu"))
+
+
+def test_zero_bubble_schedules_get_gradients_for_every_activation() -> None:
+    frozen = [Carried((2,), torch.float32, False), Carried((2,), torch.int64, False)]
+    assert [each.requires_grad for each in for_split_backward(frozen)] == [True, False]
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from instep.errors import UsageError
 from instep.train.techniques.pipeline.trace import Carried
 
 
@@ -55,7 +56,11 @@ def pack(
 
 def _own(tensor: Tensor, planned: Carried) -> Tensor:
     if tuple(tensor.shape) != planned.shape or tensor.dtype != planned.dtype:
-        raise RuntimeError(f"a stage gave {tuple(tensor.shape)}, {tensor.dtype}; planned were {planned}")
+        raise UsageError(
+            f"a stage of the pipeline gave a tensor of shape {tuple(tensor.shape)} and type {tensor.dtype} where inputs of these "
+            f"shapes give {planned.shape} and {planned.dtype}: forward may not decide shapes by values. Pad to one shape, or name "
+            "cut points where the shapes are settled, as Parallel(cut=['layers.4'])."
+        )
     tensor = tensor if tensor.is_contiguous() else tensor.contiguous()
     is_own = not tensor.requires_grad or not (tensor._is_view() or tensor.is_leaf)
     return tensor if is_own else tensor.clone()
