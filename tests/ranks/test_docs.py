@@ -71,7 +71,7 @@ def masked(line: str) -> str:
 
 def is_progress(line: str) -> bool:
     """A line that is printed when a second has passed."""
-    return re.match(r"(?:\[0\] )?step #/# ", line) is not None
+    return re.match(r"(?:\[#\] )?step #/# ", line) is not None
 
 
 def play(folder: Path, command: str) -> tuple[str, int]:
