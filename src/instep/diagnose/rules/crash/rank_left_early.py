@@ -34,7 +34,8 @@ def check(run: RunView) -> Iterator[Finding]:
     first, victim = left[0], victims[0]
     uneven = find_uneven_lap(run)
     called = exit_site(first)
-    where = made_uneven_at(run, uneven) if uneven is not None else called or _way_out(victim)
+    known = made_uneven_at(run, uneven) if uneven is not None else called
+    where = known or (None if uneven is not None else _way_out(victim))
     frames = victim.main_frames
     title = (
         describe_counts(uneven)
@@ -48,7 +49,7 @@ def check(run: RunView) -> Iterator[Finding]:
         + (f" at {short(frames[0].site)}." if frames else "."),
         fix=(
             "let every rank do the same number of steps",
-            f"change {short(where)}" if where else "look at what decides about the end of the loop",
+            _advise(where, certain=where is known),
         ),
         evidence=(
             *(cite_counts(run, uneven) if uneven else ()),
@@ -60,6 +61,12 @@ def check(run: RunView) -> Iterator[Finding]:
         where=where or (frames[0].site if frames else None),
         explains=("crash/*", "hang/*", "numbers/ranks-apart"),
     )
+
+
+def _advise(where: CallSite | None, certain: bool) -> str:
+    if where is None:
+        return "look at what decides about the end of the loop"
+    return f"change {short(where)}" if certain else f"look at {short(where)} first, a way out of the loop"
 
 
 def _ended_first(first: RankView, victim: RankView) -> bool:
