@@ -37,9 +37,10 @@ def read_facts(prefix: str, rank: int) -> dict[str, Any]:
 
 @pytest.fixture(params=["in front", "in the background"])
 def _started_by_a_shell(request: pytest.FixtureRequest) -> Iterator[None]:
-    """A shell has what it starts with & ignore Ctrl-C."""
-    numbers = (signal.SIGINT, signal.SIGQUIT) if request.param == "in the background" else ()
-    before = {number: signal.signal(number, signal.SIG_IGN) for number in numbers}
+    """A shell has what it starts with & ignore Ctrl-C. Under nohup, unlike under torchrun, ranks go on ignoring SIGHUP."""
+    ignored = (signal.SIGINT, signal.SIGQUIT) if request.param == "in the background" else ()
+    chosen = {signal.SIGHUP: signal.SIG_DFL} | dict.fromkeys(ignored, signal.SIG_IGN)
+    before = {number: signal.signal(number, handler) for number, handler in chosen.items()}
     yield
     for number, handler in before.items():
         signal.signal(number, handler)
