@@ -6,16 +6,19 @@ import json
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 from instep.cli.arguments import CommandParser
 from instep.diagnose.engine import diagnose
 from instep.diagnose.now import describe_now, is_running
 from instep.diagnose.run_view import read_json, read_run
 from instep.errors import UsageError
+from instep.records.finding import Finding
 from instep.records.run_dir import RunDir
 from instep.report.terminal import format_findings
 
 _FOLLOW_SECONDS = 1.0
+_SEEN_BY_THE_LAUNCHER = ("crash/signal", "memory/killed", "crash/exception")
 
 
 def run(argv: list[str]) -> int:
@@ -39,7 +42,7 @@ def run(argv: list[str]) -> int:
     while options.follow and is_running(root):
         print(describe_now(read_run(root)), flush=True)
         time.sleep(_FOLLOW_SECONDS)
-    findings = diagnose(root)
+    findings = judge_again(root)
     if options.json:
         print(json.dumps([finding.as_json() for finding in findings], indent=1))
         return 0
@@ -47,6 +50,14 @@ def run(argv: list[str]) -> int:
         print(describe_now(read_run(root)))
     sys.stdout.write(format_findings(findings) or "nothing to report: no rule found a fault in this run\n")
     return 0
+
+
+def judge_again(root: Path) -> list[Finding]:
+    """What the rules find, after what only the launcher could see: how a rank's process ended."""
+    kept: Any = read_json(RunDir(root).findings) or []
+    crashes = [Finding.from_json(row) for row in kept if row["id"] in _SEEN_BY_THE_LAUNCHER]
+    found = diagnose(root)
+    return [*(one for one in crashes if one.id not in {each.id for each in found}), *found]
 
 
 def replay_all(root: Path) -> str:

@@ -78,6 +78,7 @@ HEALTHY = {
     "healthy_scaler": {},
     "healthy_sharded": {},
     "healthy_tensor_parallel": {},
+    "healthy_tokens": {},
 }
 
 

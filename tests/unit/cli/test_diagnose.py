@@ -10,6 +10,7 @@ import pytest
 from instep.cli import diagnose
 from instep.errors import UsageError
 from instep.launch.probe.page import open_page
+from instep.records.finding import Finding
 from instep.records.run_dir import RunDir
 
 
@@ -26,6 +27,14 @@ def test_a_missing_folder_is_one_sentence(tmp_path: Path) -> None:
 def test_a_folder_without_ranks_says_which_one_to_give(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"holds no files of ranks .* Give the folder that `instep run` names"):
         diagnose.run([str(tmp_path)])
+
+
+def test_what_the_launcher_saw_is_said_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make_run(tmp_path)
+    killed = Finding("crash/signal", "rank 0 was killed by SIGKILL", "Someone killed it.", (), (), "certain", (0,))
+    RunDir(tmp_path).findings.write_text(json.dumps([killed.as_json()]))
+    assert diagnose.run([str(tmp_path)]) == 0
+    assert "certain: rank 0 was killed by SIGKILL  [crash/signal]" in capsys.readouterr().out
 
 
 def test_the_training_folder_leads_to_the_launchers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

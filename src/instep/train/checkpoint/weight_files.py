@@ -167,4 +167,4 @@ def _listing(path: Path) -> list[str]:
 def _reason(error: BaseException) -> str:
     lines = [line.strip() for line in str(error).splitlines() if "GLOBAL" in line or "nsupported" in line]
     text = lines[0] if lines else (str(error).strip().splitlines() or [type(error).__name__])[0]
-    return text[:200].rstrip(". ")
+    return text[:200].rstrip(". ") if any(map(str.isalpha, text)) else "it begins like none"

@@ -196,6 +196,9 @@ def _judge_bits(result: Comparison, pair: Pair, row: StepRow) -> None:
 
 
 def _losses(record: Record, number: int) -> tuple[float, ...]:
+    agreed = record.step(number)[0].facts.get("agreed_loss")
+    if agreed is not None:
+        return (agreed,)
     return tuple(sorted(one["loss"] or 0.0 for update in record.step(number) for one in update.facts["backwards"]))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -92,6 +93,7 @@ def _before(recording: Recording, steps: Steps, scaling: Scaling, optimizer: tor
         "optimizer": recording.optimizers.index(id(optimizer)),
         "optimizer_kind": type(optimizer).__name__,
         "uses_run": recording.uses_run,
+        "agreed_loss": _agreed_loss() if recording.uses_run else None,
         "line": users_line(2),
         "names": list(parameters),
         "model_names": [plain_name(name) for model in recording.models for name, _ in unwrap(model).named_parameters()],
@@ -103,6 +105,17 @@ def _before(recording: Recording, steps: Steps, scaling: Scaling, optimizer: tor
         "gradient_bits": digests_of(gradients) if factor == 1.0 else {},
         **_describe_wrapping(recording, parameters),
     }
+
+
+def _agreed_loss() -> float | None:
+    """The loss of the global batch that the step of instep.Run has, which is running this optimizer."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        step = frame.f_locals.get("self")
+        if type(step).__module__ == "instep.train.step":
+            return step.loss  # type: ignore[union-attr]  # a Step
+        frame = frame.f_back
+    return None
 
 
 def _print_gradients(
