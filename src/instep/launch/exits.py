@@ -16,10 +16,11 @@ _SIGNALS = {
     "SIGINT": "interrupted by SIGINT",
 }
 
+OUR_ECHO = "does not come to bucket"  # of ranks that share memory
 # What gloo, NCCL and the store say when the other side has gone. Texts, for want of types.
 _ECHOES = (
     "connection closed by peer",
-    "does not come to bucket",
+    OUR_ECHO,
     "connection reset by peer",
     "broken pipe",
     "connection refused",

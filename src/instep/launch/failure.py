@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from instep.launch.decide import first_guilty, own_exit_code, was_ended_by_us
-from instep.launch.exits import describe_exit, echo_in, is_consequence, signal_name
+from instep.launch.exits import OUR_ECHO, describe_exit, echo_in, is_consequence, signal_name
 from instep.launch.group_state import GroupState, RankState
 from instep.launch.memory_facts import MemoryFacts, describe_bytes, explain_kill
 from instep.records.finding import CallSite, Evidence, Finding
@@ -127,7 +127,7 @@ def _summary(rank: RankState) -> str:
         return describe_exit(rank.exit_code or 0)
     echo = echo_in(rank.error)
     if echo is not None:
-        return f"{rank.error['type']}, {echo}"
+        return f"{rank.error['type']}, " + ("a rank that it waited for has gone" if echo == OUR_ECHO else echo)
     first = (rank.error["message"].splitlines() or [""])[0]
     return f"{rank.error['type']}: {first[:160]}" if first else rank.error["type"]
 

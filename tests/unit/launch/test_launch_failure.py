@@ -44,6 +44,13 @@ def test_the_guilty_ranks_traceback_comes_last(tmp_path: Path) -> None:
     ]
 
 
+def test_a_rank_that_waited_in_shared_memory_says_so_in_words(tmp_path: Path) -> None:
+    gone = "rank 1 does not come to bucket 0: its process 7 has ended"
+    ranks = [failed(0, 1, 1.1, type="RuntimeError", message=gone), failed(1, 1, type="KeyError", message="'x'")]
+    first = describe_failure(GroupState(ranks), RunDir(tmp_path)).splitlines()[0]
+    assert first == "instep: rank 0 failed because of it: RuntimeError, a rank that it waited for has gone"
+
+
 def test_equal_errors_are_told_once(tmp_path: Path) -> None:
     ranks = [failed(number, 1, type="KeyError", message=f"'x' of rank{number} at 0x7f{number}") for number in range(3)]
     text = describe_failure(GroupState(ranks), RunDir(tmp_path))
