@@ -79,13 +79,7 @@ def _branch(source: Source, one: Position, two: Position, first: Frame, second: 
 
 def _inside_call(inner: Position, outer: Position, parting: Frame) -> Fork | None:
     """One rank is still inside a call that the other has left: a condition on the rank further in sent it out."""
-    for frame in reversed(inner.frames[: inner.frames.index(parting)]):
-        source = load(frame.file)
-        found = rank_condition(source, frame.line) if source is not None else None
-        if source is not None and found is not None:
-            where = source.site(frame.line if _holds(found, frame.line) else found)
-            return Fork("rank-branch", inner.rank, outer.rank, where, source.site(found))
-    return None
+    return _rank_branch(inner.frames[: inner.frames.index(parting)], inner, outer)
 
 
 def _deeper(inner: Position, outer: Position) -> Fork | None:
@@ -93,7 +87,12 @@ def _deeper(inner: Position, outer: Position) -> Fork | None:
     extra = len(inner.frames) - len(outer.frames)
     if extra <= 0 or not outer.frames or inner.frames[extra:] != outer.frames:
         return None
-    for frame in reversed(inner.frames[:extra]):
+    return _rank_branch(inner.frames[:extra], inner, outer)
+
+
+def _rank_branch(frames: tuple[Frame, ...], inner: Position, outer: Position) -> Fork | None:
+    """The outermost of these frames that stands under a condition on the rank."""
+    for frame in reversed(frames):
         source = load(frame.file)
         found = rank_condition(source, frame.line) if source is not None else None
         if source is not None and found is not None:

@@ -65,14 +65,8 @@ def prepare_parts(
     split = run._grid.split if parallel is None else fit(read_parallel(parallel), world.size)
     if not isinstance(every, str) or every not in EVERY:
         raise UsageError(f"schedule_every={every!r} is not possible. Allowed: 'step', 'epoch'.")
-    if split.shard != 1:
-        check_shardable(run._arguments)
-    if split.tensor != 1:
-        check_splittable(run._arguments, compiled=options.compile)
-    if split.pipeline != 1:
-        check_pipeline(run._arguments, split, options)
+    _check_split(run, split, options)
     take_up_split(run, split)
-    data = run._grid.data
     check_scheduler(scheduler, optimizer)
     check_plain(model)
     if optimizer is not None:
@@ -85,13 +79,8 @@ def prepare_parts(
         assert optimizer is not None  # without one nothing would be new
         run._trained.append(_take_optimizer(run, model, optimizer, scheduler, every, split, f"model {number}"))
         return (model, optimizer) if scheduler is None else (model, optimizer, scheduler)
-    if sync_batch_norm and run._slots.count != data.size:
-        fitting = run._arguments.global_batch / data.size
-        raise UsageError(
-            f"sync_batch_norm=True takes its statistics over the global batch at once, so each rank has to hold one "
-            f"micro-batch: {run._slots.count} micro-batches on {data.size} ranks do not. Set micro_batch to "
-            f"global_batch / ranks = {fitting:g}, or leave sync_batch_norm out."
-        )
+    if sync_batch_norm:
+        _check_sync_batch_norm(run)
     name = f"model {len(run._models)}"
     on_host = (options.offload and split.shard != 1) or split.pipeline != 1
     if options.offload:
@@ -100,7 +89,7 @@ def prepare_parts(
         check_host_memory(model, optimizer, split, world)
     run._hooks += prepare_model(model, world, run._group, run._dtype, name, on_host=on_host)
     if sync_batch_norm:
-        convert_sync_batch_norm(model, data.new_group())
+        convert_sync_batch_norm(model, run._grid.data.new_group())
         run._spread_short_steps = True
     share = _share_out(run, model, optimizer, split) if split.pipeline != 1 else None
     run._models.append(model)
@@ -127,6 +116,28 @@ def prepare_parts(
         return model
     run._trained.append(_take_optimizer(run, model, optimizer, scheduler, every, split, name))
     return (model, optimizer) if scheduler is None else (model, optimizer, scheduler)
+
+
+def _check_split(run: Run, split: Parallel, options: BlockOptions) -> None:
+    """Raises UsageError for arguments of Run that an axis of the split cannot keep."""
+    if split.shard != 1:
+        check_shardable(run._arguments)
+    if split.tensor != 1:
+        check_splittable(run._arguments, compiled=options.compile)
+    if split.pipeline != 1:
+        check_pipeline(run._arguments, split, options)
+
+
+def _check_sync_batch_norm(run: Run) -> None:
+    """Raises UsageError where a rank would hold several micro-batches, or none."""
+    size = run._grid.data.size
+    if run._slots.count != size:
+        fitting = run._arguments.global_batch / size
+        raise UsageError(
+            f"sync_batch_norm=True takes its statistics over the global batch at once, so each rank has to hold one "
+            f"micro-batch: {run._slots.count} micro-batches on {size} ranks do not. Set micro_batch to "
+            f"global_batch / ranks = {fitting:g}, or leave sync_batch_norm out."
+        )
 
 
 def take_up_split(run: Run, split: Parallel) -> None:
