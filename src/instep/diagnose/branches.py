@@ -7,7 +7,8 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from instep.diagnose.run_view import Frame, Position
+from instep.diagnose.frames import Frame
+from instep.diagnose.rank_view import Position
 from instep.diagnose.source import Loop, Source, load
 from instep.records.finding import CallSite
 

@@ -6,7 +6,8 @@ import ast
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from instep.diagnose.run_view import RankView, RunView
+from instep.diagnose.rank_view import RankView
+from instep.diagnose.run_view import RunView
 from instep.diagnose.slices import call_at, definitions
 from instep.diagnose.source import Source, load
 from instep.records.event import Event

@@ -13,7 +13,8 @@ from functools import cache
 from pathlib import Path
 
 from instep.diagnose import rules
-from instep.diagnose.run_view import RunView, name_ranks, read_run
+from instep.diagnose.naming import name_ranks
+from instep.diagnose.run_view import RunView, read_run
 from instep.records.finding import Evidence, Finding
 from instep.records.run_dir import RunDir, write_json
 

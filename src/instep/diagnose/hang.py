@@ -7,8 +7,10 @@ from functools import cache
 
 from instep.diagnose.branches import Fork, compare
 from instep.diagnose.data_facts import UnevenLap, find_uneven_lap
+from instep.diagnose.naming import short
 from instep.diagnose.pairing import Mispairing, find_mispairing
-from instep.diagnose.run_view import ECHO, Position, RunView, short
+from instep.diagnose.rank_view import ECHO, Position
+from instep.diagnose.run_view import RunView
 from instep.diagnose.transfers import Transfer, find_transfers, has_partner
 from instep.records.event import Event
 from instep.records.finding import Evidence

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from instep.diagnose.run_view import RankView
+from instep.diagnose.rank_view import RankView
 from instep.records.finding import Evidence
 from instep.units import format_bytes
 

@@ -7,8 +7,11 @@ from collections.abc import Iterator
 
 from instep.diagnose.branches import conditions_of, find_handler, rank_condition
 from instep.diagnose.data_facts import find_skipped_batches
+from instep.diagnose.frames import Frame
+from instep.diagnose.naming import short
 from instep.diagnose.pairing import Mispairing
-from instep.diagnose.run_view import Frame, RankView, RunView, short
+from instep.diagnose.rank_view import RankView
+from instep.diagnose.run_view import RunView
 from instep.diagnose.slices import call_at, definitions, loss_of
 from instep.diagnose.source import Function, Source, load
 from instep.records.finding import CallSite

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from functools import cache
 
-from instep.diagnose.run_view import RankView, RunView
+from instep.diagnose.rank_view import RankView
+from instep.diagnose.run_view import RunView
 from instep.records.event import Event
 
 _APART = 1e-3  # relative; averaged gradients and equal updates give equal bits on one kind of machine

@@ -5,7 +5,8 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
-from instep.diagnose.run_view import RankView, RunView, read_run
+from instep.diagnose.rank_view import RankView
+from instep.diagnose.run_view import RunView, read_run
 
 
 def is_running(root: Path) -> bool:

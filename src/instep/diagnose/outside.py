@@ -6,8 +6,11 @@ import ast
 from dataclasses import dataclass
 from typing import Any
 
+from instep.diagnose.frames import Frame
 from instep.diagnose.hang import Hang, classify
-from instep.diagnose.run_view import Frame, Position, RankView, RunView, name_ranks
+from instep.diagnose.naming import name_ranks
+from instep.diagnose.rank_view import Position, RankView
+from instep.diagnose.run_view import RunView
 from instep.diagnose.source import Source, load
 from instep.records.finding import CallSite
 

@@ -7,7 +7,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 
-from instep.diagnose.run_view import RankView, RunView, short
+from instep.diagnose.naming import short
+from instep.diagnose.rank_view import RankView
+from instep.diagnose.run_view import RunView
 from instep.records import recording as layout
 from instep.records.finding import CallSite
 from instep.records.recording import Mark

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from instep.diagnose.run_view import RankView
+from instep.diagnose.rank_view import RankView
 
 MIN_STEPS = 20  # backwards after the first five: one per optimizer step, or more with accumulation
 

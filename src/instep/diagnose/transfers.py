@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from instep.diagnose.run_view import Position, RankView, RunView
+from instep.diagnose.rank_view import Position, RankView
+from instep.diagnose.run_view import RunView
 from instep.records.recording import POINT_TO_POINT, Mark
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from instep.diagnose.rank_view import RankView
 from instep.diagnose.rules.memory.one_device_for_all import check
-from instep.diagnose.run_view import RankView, RunView
+from instep.diagnose.run_view import RunView
 from instep.records.event import Event
 
 

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from instep.diagnose.engine import diagnose, fold, judge, order
-from instep.diagnose.run_view import RunView, name_ranks, read_run
+from instep.diagnose.naming import name_ranks
+from instep.diagnose.run_view import RunView, read_run
 from instep.records.finding import Certainty, Evidence, Finding
 
 

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
+from instep.diagnose.rank_view import RankView
 from instep.diagnose.rules.startup.another_address import check
-from instep.diagnose.run_view import RankView, RunView
+from instep.diagnose.run_view import RunView
 from instep.launch.probe.joining import find_address, is_listened_to
 from instep.launch.probe.recorder import contained
 from instep.records.event import Event

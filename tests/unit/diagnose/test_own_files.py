@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from instep.diagnose.run_view import ECHO, is_own
+from instep.diagnose.frames import is_own
+from instep.diagnose.rank_view import ECHO
 from instep.launch.exits import is_consequence
 from instep.train import meeting
 

@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from instep.diagnose.missing import explain_skipped
-from instep.diagnose.run_view import RankView, RunView
+from instep.diagnose.rank_view import RankView
+from instep.diagnose.run_view import RunView
 from instep.records.event import Event
 
 SCRIPT = """

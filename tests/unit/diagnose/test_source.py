@@ -6,9 +6,10 @@ import ast
 from pathlib import Path
 
 from instep.diagnose.branches import compare, conditions_of, find_handler, rank_condition, ways_out
+from instep.diagnose.frames import Frame
 from instep.diagnose.missing import find_conditional_growth, find_leaf
 from instep.diagnose.outside import lock_awaited, locks_held
-from instep.diagnose.run_view import Frame, Position
+from instep.diagnose.rank_view import Position
 from instep.diagnose.slices import definitions
 from instep.diagnose.source import Source, load
 

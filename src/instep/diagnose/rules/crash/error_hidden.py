@@ -18,7 +18,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from instep.diagnose.run_view import ECHO, RankView, RunView, short, source_line
+from instep.diagnose.frames import source_line
+from instep.diagnose.naming import short
+from instep.diagnose.rank_view import ECHO, RankView
+from instep.diagnose.run_view import RunView
 from instep.records.finding import CallSite, Finding
 
 

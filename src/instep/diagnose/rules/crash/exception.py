@@ -17,7 +17,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from instep.diagnose.run_view import RunView, short, source_line
+from instep.diagnose.frames import source_line
+from instep.diagnose.naming import short
+from instep.diagnose.run_view import RunView
 from instep.records.finding import CallSite, Finding
 
 

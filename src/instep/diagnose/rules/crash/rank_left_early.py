@@ -20,8 +20,11 @@ from typing import Any
 
 from instep.diagnose.branches import find_handler, ways_out
 from instep.diagnose.data_facts import find_uneven_lap, made_uneven_at
+from instep.diagnose.frames import Frame
+from instep.diagnose.naming import short
+from instep.diagnose.rank_view import RankView
 from instep.diagnose.rules.hang.uneven_batches import cite_counts, describe_counts
-from instep.diagnose.run_view import Frame, RankView, RunView, short
+from instep.diagnose.run_view import RunView
 from instep.diagnose.source import load
 from instep.records.finding import CallSite, Finding
 

@@ -20,8 +20,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from instep.diagnose.missing import explain_missing
+from instep.diagnose.naming import short
 from instep.diagnose.pairing import Mispairing, find_mispairing
-from instep.diagnose.run_view import RunView, short
+from instep.diagnose.run_view import RunView
 from instep.records.finding import Evidence, Finding
 
 

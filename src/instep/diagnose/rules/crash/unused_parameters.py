@@ -21,7 +21,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from instep.diagnose.branches import conditions_of
-from instep.diagnose.run_view import RunView, short
+from instep.diagnose.naming import short
+from instep.diagnose.run_view import RunView
 from instep.diagnose.source import load
 from instep.records.event import Event
 from instep.records.finding import CallSite, Finding

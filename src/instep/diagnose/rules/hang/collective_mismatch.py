@@ -20,7 +20,9 @@ from collections.abc import Iterator
 
 from instep.diagnose.hang import Hang, cite_positions, classify
 from instep.diagnose.missing import explain_missing
-from instep.diagnose.run_view import Position, RunView, short
+from instep.diagnose.naming import short
+from instep.diagnose.rank_view import Position
+from instep.diagnose.run_view import RunView
 from instep.records.finding import Finding
 
 

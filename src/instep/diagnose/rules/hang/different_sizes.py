@@ -18,9 +18,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from instep.diagnose.hang import classify
+from instep.diagnose.naming import short
 from instep.diagnose.pairing import Mispairing
 from instep.diagnose.rules.crash.uneven_collectives import cite
-from instep.diagnose.run_view import RunView, short
+from instep.diagnose.run_view import RunView
 from instep.records.finding import Finding
 
 

@@ -22,7 +22,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from instep.diagnose.hang import cite_positions
-from instep.diagnose.run_view import RunView, name_ranks
+from instep.diagnose.naming import name_ranks
+from instep.diagnose.run_view import RunView
 from instep.records.finding import Evidence, Finding
 
 

@@ -19,7 +19,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from instep.diagnose.hang import cite_positions, classify
-from instep.diagnose.run_view import RunView, name_ranks
+from instep.diagnose.naming import name_ranks
+from instep.diagnose.run_view import RunView
 from instep.records.finding import Finding
 
 

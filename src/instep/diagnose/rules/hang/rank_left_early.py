@@ -19,8 +19,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from instep.diagnose.hang import cite_positions, classify
+from instep.diagnose.naming import name_ranks, short
 from instep.diagnose.rules.crash.rank_left_early import describe_end, exit_site
-from instep.diagnose.run_view import RunView, name_ranks, short
+from instep.diagnose.run_view import RunView
 from instep.records.finding import Finding
 
 

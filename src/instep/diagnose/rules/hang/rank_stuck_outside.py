@@ -18,8 +18,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from instep.diagnose.hang import cite_positions
+from instep.diagnose.naming import short
 from instep.diagnose.outside import find_stuck
-from instep.diagnose.run_view import RunView, short
+from instep.diagnose.run_view import RunView
 from instep.records.finding import Finding
 
 

@@ -19,7 +19,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from instep.diagnose.hang import Hang, cite_positions, classify
-from instep.diagnose.run_view import RunView, short
+from instep.diagnose.naming import short
+from instep.diagnose.run_view import RunView
 from instep.diagnose.transfers import Transfer, find_transfers
 from instep.records.finding import Certainty, Finding
 

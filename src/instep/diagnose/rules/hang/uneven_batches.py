@@ -21,7 +21,8 @@ from collections.abc import Iterator
 
 from instep.diagnose.data_facts import UnevenLap, made_uneven_at
 from instep.diagnose.hang import cite_positions, classify
-from instep.diagnose.run_view import RunView, short
+from instep.diagnose.naming import short
+from instep.diagnose.run_view import RunView
 from instep.records.finding import Evidence, Finding
 
 

@@ -21,7 +21,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from instep.diagnose.data_facts import loaders_by_key
-from instep.diagnose.run_view import RankView, RunView
+from instep.diagnose.rank_view import RankView
+from instep.diagnose.run_view import RunView
 from instep.records.event import Event
 from instep.records.finding import Finding
 from instep.units import format_bytes

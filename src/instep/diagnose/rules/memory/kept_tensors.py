@@ -18,8 +18,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from instep.diagnose.frames import source_line
+from instep.diagnose.naming import short
 from instep.diagnose.rules.memory.kept_graphs import find_growth
-from instep.diagnose.run_view import RunView, short, source_line
+from instep.diagnose.run_view import RunView
 from instep.records.finding import CallSite, Finding
 from instep.units import format_bytes
 

@@ -20,7 +20,8 @@ from collections import defaultdict
 from collections.abc import Iterator
 
 from instep.diagnose.model_facts import wraps
-from instep.diagnose.run_view import RunView, name_ranks, short
+from instep.diagnose.naming import name_ranks, short
+from instep.diagnose.run_view import RunView
 from instep.records.finding import Finding
 
 

@@ -20,8 +20,11 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
+from instep.diagnose.frames import source_line
 from instep.diagnose.memory_shares import cite_kinds
-from instep.diagnose.run_view import RankView, RunView, name_ranks, short, source_line
+from instep.diagnose.naming import name_ranks, short
+from instep.diagnose.rank_view import RankView
+from instep.diagnose.run_view import RunView
 from instep.records.finding import CallSite, Finding
 from instep.units import format_bytes
 

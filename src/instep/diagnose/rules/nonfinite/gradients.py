@@ -18,9 +18,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from instep.diagnose.naming import short
 from instep.diagnose.nonfinite_source import find_steep
+from instep.diagnose.rank_view import RankView
 from instep.diagnose.rules.nonfinite.loss import EXPLODED
-from instep.diagnose.run_view import RankView, RunView, short
+from instep.diagnose.run_view import RunView
 from instep.records.event import Event
 from instep.records.finding import CallSite, Evidence, Finding
 

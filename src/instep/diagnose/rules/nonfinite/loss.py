@@ -21,8 +21,9 @@ import statistics
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from instep.diagnose.naming import short
 from instep.diagnose.nonfinite_source import find_operation, find_rate
-from instep.diagnose.run_view import RunView, short
+from instep.diagnose.run_view import RunView
 from instep.records.event import Event
 from instep.records.finding import CallSite, Certainty, Finding
 

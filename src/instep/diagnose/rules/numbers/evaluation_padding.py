@@ -22,7 +22,8 @@ import ast
 from collections.abc import Iterator
 
 from instep.diagnose.data_facts import Key, laps_by_key, loaders_by_key
-from instep.diagnose.run_view import RunView, short
+from instep.diagnose.naming import short
+from instep.diagnose.run_view import RunView
 from instep.diagnose.source import Source, load
 from instep.records.event import Event
 from instep.records.finding import CallSite, Finding

@@ -18,7 +18,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from instep.diagnose.model_facts import find_apart, same_group
-from instep.diagnose.run_view import RunView, name_ranks, short
+from instep.diagnose.naming import name_ranks, short
+from instep.diagnose.run_view import RunView
 from instep.records.finding import Evidence, Finding
 
 

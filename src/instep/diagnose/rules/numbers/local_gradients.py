@@ -19,7 +19,8 @@ from collections.abc import Iterator
 
 from instep.diagnose.lines import line_with
 from instep.diagnose.model_facts import averages_otherwise
-from instep.diagnose.run_view import RunView, short
+from instep.diagnose.naming import short
+from instep.diagnose.run_view import RunView
 from instep.records.finding import Finding
 
 MIN_STEPS = 3

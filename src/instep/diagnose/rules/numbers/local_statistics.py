@@ -18,7 +18,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from instep.diagnose.model_facts import same_group, wraps
-from instep.diagnose.run_view import RankView, RunView, short
+from instep.diagnose.naming import short
+from instep.diagnose.rank_view import RankView
+from instep.diagnose.run_view import RunView
 from instep.records.finding import Evidence, Finding
 
 MIN_DISTANCE = 0.25  # of means, in standard deviations: differences of chance between halves of a data set are smaller

@@ -20,7 +20,8 @@ import statistics
 from collections.abc import Iterator
 
 from instep.diagnose.model_facts import wraps
-from instep.diagnose.run_view import RunView, short
+from instep.diagnose.naming import short
+from instep.diagnose.run_view import RunView
 from instep.diagnose.slices import call_at, definitions, loss_of
 from instep.diagnose.source import load
 from instep.records.finding import CallSite, Finding

@@ -19,7 +19,9 @@ import ast
 from collections.abc import Iterator
 
 from instep.diagnose.data_facts import loaders_by_key
-from instep.diagnose.run_view import RankView, RunView, short
+from instep.diagnose.naming import short
+from instep.diagnose.rank_view import RankView
+from instep.diagnose.run_view import RunView
 from instep.diagnose.slices import assigned_to
 from instep.diagnose.source import load
 from instep.records.finding import CallSite, Finding

@@ -19,7 +19,8 @@ import ast
 from collections.abc import Iterator
 
 from instep.diagnose.model_facts import same_group, wraps
-from instep.diagnose.run_view import RunView, short
+from instep.diagnose.naming import short
+from instep.diagnose.run_view import RunView
 from instep.diagnose.source import load
 from instep.records import recording as layout
 from instep.records.finding import CallSite, Finding

@@ -21,7 +21,9 @@ from collections.abc import Iterator
 from instep.diagnose.data_facts import Key, loader_keys, loaders_by_key
 from instep.diagnose.input_facts import find_cut, find_equal_inputs
 from instep.diagnose.model_facts import wraps
-from instep.diagnose.run_view import RankView, RunView, short
+from instep.diagnose.naming import short
+from instep.diagnose.rank_view import RankView
+from instep.diagnose.run_view import RunView
 from instep.records import recording as layout
 from instep.records.finding import Evidence, Finding
 

@@ -18,7 +18,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from instep.diagnose.data_facts import loader_keys, loaders_by_key
-from instep.diagnose.run_view import RankView, RunView, short
+from instep.diagnose.naming import short
+from instep.diagnose.rank_view import RankView
+from instep.diagnose.run_view import RunView
 from instep.records.event import Event
 from instep.records.finding import Finding
 

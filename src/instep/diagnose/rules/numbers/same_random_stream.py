@@ -20,7 +20,8 @@ import ast
 from collections.abc import Iterator
 
 from instep.diagnose.arguments import find_local_rank_argument
-from instep.diagnose.run_view import RunView, short
+from instep.diagnose.naming import short
+from instep.diagnose.run_view import RunView
 from instep.diagnose.slices import call_at, definitions
 from instep.diagnose.source import load
 from instep.records.finding import CallSite, Finding

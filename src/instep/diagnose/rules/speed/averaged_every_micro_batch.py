@@ -18,7 +18,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import pairwise
 
-from instep.diagnose.run_view import RankView, RunView, short
+from instep.diagnose.naming import short
+from instep.diagnose.rank_view import RankView
+from instep.diagnose.run_view import RunView
 from instep.diagnose.time_shares import measure_shares
 from instep.records import recording as layout
 from instep.records.finding import CallSite, Finding

@@ -19,7 +19,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from instep.diagnose.model_facts import wraps
-from instep.diagnose.run_view import RunView, short
+from instep.diagnose.naming import short
+from instep.diagnose.run_view import RunView
 from instep.diagnose.time_shares import measure_shares
 from instep.records.finding import Finding
 

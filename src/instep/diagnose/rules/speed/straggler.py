@@ -17,8 +17,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from instep.diagnose.frames import source_line
 from instep.diagnose.model_facts import wraps
-from instep.diagnose.run_view import RankView, RunView, short, source_line
+from instep.diagnose.naming import short
+from instep.diagnose.rank_view import RankView
+from instep.diagnose.run_view import RunView
 from instep.diagnose.time_shares import measure_shares
 from instep.records.finding import CallSite, Finding
 

@@ -21,7 +21,9 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-from instep.diagnose.run_view import RankView, RunView, short
+from instep.diagnose.naming import short
+from instep.diagnose.rank_view import RankView
+from instep.diagnose.run_view import RunView
 from instep.diagnose.source import load
 from instep.records.event import Event
 from instep.records.finding import CallSite, Evidence, Finding

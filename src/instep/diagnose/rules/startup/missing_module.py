@@ -20,7 +20,9 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from instep.diagnose.run_view import RunView, name_ranks, short, source_line
+from instep.diagnose.frames import source_line
+from instep.diagnose.naming import name_ranks, short
+from instep.diagnose.run_view import RunView
 from instep.records.finding import CallSite, Finding
 
 _NAMED = re.compile(r"No module named '?([\w.]+)'?")
