@@ -21,6 +21,7 @@ from instep.train.exactness import describe_differences, read_facts
 from instep.train.parts import check_values
 from instep.train.position import Position
 from instep.train.reduce.power_sgd import PowerSGD
+from instep.train.step_end import finish_step
 from instep.train.techniques.local_sgd import average_all
 from instep.train.update import count_steps
 
@@ -67,7 +68,7 @@ def save(run: Run, metric: float | None, best: str | None) -> None:
             f"run.save(best={best!r}) needs the metric that it goes by: run.save(metric=value, best={best!r})."
         )
     if run._step is not None and run._step.update_calls:
-        run._finish_step(run._step)
+        finish_step(run, run._step)
     run._observer.flush()
     average_all(run, "run.save", state=True)
     tensors, training = capture(*_parts(run))
@@ -233,3 +234,27 @@ def _need_directory(run: Run, what: str) -> Checkpoints:
     if run._checkpoints is None:
         raise UsageError(f"{what} needs a place for checkpoints: give Run a dir, as Run(dir='runs/mine').")
     return run._checkpoints
+
+
+def keep_step(run: Run) -> None:
+    """Saves when it is time, stops when asked. When the loop goes on, so that the checkpoint has what the script
+    noted after its update."""
+    every, index = run._arguments.checkpoint_every, run._position.next_index
+    if every is not None and index % every == 0 and run._saved_index != index:
+        save(run, None, None)
+    elif run._checkpoints is not None:
+        between_saves(run)
+    if run._stop_agreed:
+        _stop(run)
+
+
+def _stop(run: Run) -> None:
+    index = run._position.next_index
+    if run._checkpoints is not None:
+        run._checkpoints.wait()  # raises why the last save failed, on every rank
+        if run._saved_index != index:
+            save(run, None, None)
+        run._checkpoints.wait()  # now, while all ranks are here: leaving by an exception waits for no one
+    kept = "saved" if run._checkpoints is not None else "nothing saved, since Run has no dir"
+    run._observer.say(f"asked to stop (SIGTERM): {kept} after step {index - 1}, all ranks end")
+    raise SystemExit(143)

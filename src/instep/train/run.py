@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.tensor.parallel import loss_parallel
 
 from instep import settings
-from instep.errors import InstepError, RanksDisagree, UsageError
+from instep.errors import RanksDisagree, UsageError
 from instep.records.parallel import Parallel, fit
 from instep.train import keeping, seeds
 from instep.train.agree import agree
@@ -37,7 +37,6 @@ from instep.train.prepare import prepare_parts
 from instep.train.slots import Slots, plan_slots
 from instep.train.step import Step
 from instep.train.techniques.block_options import read_block_options
-from instep.train.techniques.local_sgd import average_when_due
 from instep.train.techniques.pipeline.pipeline import Pipeline
 from instep.train.totals import local_terms, mean_of, sum_of
 from instep.train.update import Trained
@@ -417,79 +416,3 @@ class Run:
         if not chosen:
             raise UsageError(f"{what} got an optimizer that run.prepare did not take. Prepare it with its model first.")
         return chosen
-
-    def _note_finite(self, step: Step, trained: Trained, finite: bool) -> None:
-        scale = self._loss_scale.value
-        self._loss_scale.update(finite)
-        if self._loss_scale.value != scale:
-            for trained in self._trained:
-                trained.reducer.transport.rescale(self._loss_scale.value / scale)
-        if finite:
-            trained.skips.note_good()
-            return
-        why = f"its gradients are not finite (loss {step.loss})"
-        if self._loss_scale.enabled:
-            why = f"gradients overflowed in fp16; loss scale {scale:g} -> {self._loss_scale.value:g}"
-        if trained.skips.note_skipped(step.index, why):
-            self._check_parameters(trained)
-
-    def _check_parameters(self, trained: Trained) -> None:
-        """Raises InstepError when no step can be finite any more. Every rank must call it."""
-        for broken in self._entered().gather_objects(trained.name_nonfinite(self._models), "a look at the parameters"):
-            if broken is not None:
-                raise InstepError(
-                    f"training has diverged: {broken} holds numbers that are not finite, so every further step would be "
-                    "skipped. Go back to a checkpoint, and lower the learning rate or set clip_norm."
-                )
-
-    def _after_update(self, step: Step) -> None:
-        """Ends the step after its usual number of updates; a loop with more of them ends it when it goes on."""
-        step.update_calls += 1
-        if self._usual_updates:
-            is_last = step.update_calls == self._usual_updates
-        else:
-            is_last = step.num_passes <= 1 and all(trained.updates for trained in self._trained)
-        if is_last:
-            self._finish_step(step)
-
-    def _finish_step(self, step: Step) -> None:
-        """Schedules and logs: once per step."""
-        if step.finished:
-            return
-        step.finished = True
-        rate = self._trained[0].optimizer.param_groups[0]["lr"] if self._trained else None
-        for trained in self._trained:
-            trained.schedule(step)
-        average_when_due(self, step.index)
-        step.advance_position()
-        self._observer.step(
-            step.index,
-            step.epoch,
-            step.loss,
-            step.grad_norm,
-            None if rate is None else float(rate),
-            self._arguments.global_batch if step.num_samples is None else step.num_samples,
-            step.skipped,
-        )
-
-    def _keep_step(self) -> None:
-        """Saves when it is time, stops when asked. When the loop goes on, so that the checkpoint has what the script
-        noted after its update."""
-        every, index = self._arguments.checkpoint_every, self._position.next_index
-        if every is not None and index % every == 0 and self._saved_index != index:
-            keeping.save(self, None, None)
-        elif self._checkpoints is not None:
-            keeping.between_saves(self)
-        if self._stop_agreed:
-            self._stop()
-
-    def _stop(self) -> None:
-        index = self._position.next_index
-        if self._checkpoints is not None:
-            self._checkpoints.wait()  # raises why the last save failed, on every rank
-            if self._saved_index != index:
-                keeping.save(self, None, None)
-            self._checkpoints.wait()  # now, while all ranks are here: leaving by an exception waits for no one
-        kept = "saved" if self._checkpoints is not None else "nothing saved, since Run has no dir"
-        self._observer.say(f"asked to stop (SIGTERM): {kept} after step {index - 1}, all ranks end")
-        raise SystemExit(143)

@@ -19,10 +19,12 @@ from instep.train.call_arguments import read_weight, show
 from instep.train.data.loader import MicroBatch, StepBatches
 from instep.train.exact_rows import backward_exactly
 from instep.train.forward_backward import check_functions, read_loss, take_apart
+from instep.train.keeping import keep_step
 from instep.train.position import LoopPosition
 from instep.train.reduce.words import Table, number_call
 from instep.train.rows import AllRows, backward_rows
 from instep.train.step_checks import check_backward, check_first_update, check_loss, check_place, is_unreached
+from instep.train.step_end import after_update, finish_step, note_finite
 from instep.train.techniques.pipeline.train_pass import find_pipeline, train_pass
 from instep.train.update import (
     Trained,
@@ -273,7 +275,7 @@ class Step:
         for trained in self._run._choose(optimizer, "step.update"):
             check_first_update(self, trained)
             self._update(trained)
-        self._run._after_update(self)
+        after_update(self._run, self)
 
     def _update(self, trained: Trained) -> None:
         run = self._run
@@ -298,7 +300,7 @@ class Step:
                     clamp_gradients(gradients, run._clip_value)
                     factor = 1.0
                 step_optimizer(trained, factor * clip_coefficient(norm, run._clip_norm), self._name())
-            run._note_finite(self, trained, finite)
+            note_finite(run, self, trained, finite)
             if run._next_reference is None and table.weights[0]:
                 run._next_reference = table.weights[0] / table.counted if table.given else run._slots.micro_batch
                 if not table.given:
@@ -332,8 +334,8 @@ class Step:
             trained.reducer.flush(self._name("the step after"))
             trained.reducer.finish()
             trained.learn_pattern()
-        run._finish_step(self)
+        finish_step(run, self)
         run._usual_updates = self.update_calls
         if run._next_reference is not None:
             run._reference, run._next_reference = run._next_reference, None
-        run._keep_step()
+        keep_step(run)

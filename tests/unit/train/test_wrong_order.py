@@ -214,6 +214,18 @@ def test_the_search_for_a_loss_scale_is_no_fault() -> None:
     assert not [text for text in said if "in a row" in text]
 
 
+def test_an_overflow_counts_for_the_optimizer_that_had_it() -> None:
+    with instep.Run(global_batch=2, precision="fp16") as run:
+        models = [nn.Linear(1, 1), nn.Linear(1, 1)]
+        first, second = [run.prepare(model, SGD(model.parameters(), lr=0.1))[1] for model in models]
+        for step in run.steps(run.loader(TensorDataset(torch.ones(2, 1))), epochs=1):
+            for (inputs,) in step:
+                step.backward(models[0](inputs).mean() * float("inf"), optimizer=first)
+                step.backward(models[1](inputs).mean() * 0.01, optimizer=second)
+            step.update()
+        assert [trained.skips.total for trained in run._trained] == [1, 0]
+
+
 def test_samples_of_a_short_step_are_a_whole_number(tmp_path: Path) -> None:
     train_on(torch.ones(3, 1), dir=tmp_path)
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
