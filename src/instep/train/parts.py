@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,7 +12,36 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from instep.errors import UsageError
+from instep.records.parallel import Parallel
 from instep.train.call_arguments import show
+from instep.train.techniques.block_options import BlockOptions
+
+EVERY = ("step", "epoch")
+
+
+@dataclass(frozen=True)
+class Given:
+    """The arguments of `run.prepare`. asked: the split as it was given; split: with all degrees as numbers."""
+
+    model: Any
+    optimizer: Any
+    scheduler: Any
+    every: Any
+    sync_batch_norm: Any
+    asked: Parallel
+    split: Parallel
+    options: BlockOptions
+
+    @property
+    def returned(self) -> Any:
+        """The same objects, as many as were given."""
+        parts = tuple(part for part in (self.model, self.optimizer, self.scheduler) if part is not None)
+        return parts if len(parts) > 1 else self.model
+
+
+def check_every(every: object) -> None:
+    if not isinstance(every, str) or every not in EVERY:
+        raise UsageError(f"schedule_every={every!r} is not possible. Allowed: 'step', 'epoch'.")
 
 
 def check_plain(model: object) -> None:
