@@ -63,7 +63,10 @@ def _wrap_torch(recorder: Any, paths: RankDir) -> None:
     from instep.launch.probe.optimizing import watch_optimizers
     from instep.launch.probe.patching import hide_from_compiler
     from instep.launch.probe.recorder import contained
+    from instep.launch.probe.plain_models import watch_plain_models
     from instep.launch.probe.watcher import Watcher
+    from instep.launch.probe.schedules import watch_schedules
+    from instep.launch.probe.site_costs import watch_site_costs
     from instep.launch.probe.wrapping import watch_wrapping
 
     watcher = Watcher(recorder, paths.snapshot)
@@ -71,5 +74,7 @@ def _wrap_torch(recorder: Any, paths: RankDir) -> None:
         contained(watch)(recorder)
     fingerprints = Fingerprints(recorder)
     contained(watch_optimizers)(recorder, fingerprints)
+    for watch in (watch_plain_models, watch_schedules, watch_site_costs):
+        contained(watch)(recorder)
     contained(watch_collectives)(recorder, watcher.start, fingerprints.final)
     hide_from_compiler(__name__)

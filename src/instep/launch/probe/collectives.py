@@ -180,3 +180,6 @@ def _leave(recorder: Recorder, operation: int, site: int, started: float) -> Non
     now = recorder.mark(_LEAVE, operation, 0, site, recorder.calls & 0xFFFFFFFF)
     if started:
         recorder.spend(_COLLECTIVE, now - started)
+        row = recorder.costs.setdefault(site, [0, 0.0])
+        row[0] += 1
+        row[1] += now - started

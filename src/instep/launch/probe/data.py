@@ -18,6 +18,7 @@ from instep.launch.probe.exits import note_raised
 from instep.launch.probe.nonfinite import remember_batch
 from instep.launch.probe.patching import replace
 from instep.launch.probe.recorder import Recorder, contained
+from instep.launch.probe.sample_sets import Seen, can_shuffle, print_data_set
 from instep.launch.probe.tensor_prints import print_tensor, tensors_in
 from instep.launch.probe.worker_memory import LOOK_AT, note_dead_workers, note_worker_memory
 from instep.records import recording as layout
@@ -53,6 +54,7 @@ class Lap:
     first_seconds: float = 0.0  # from the start of the pass to its first batch, with the start of worker processes
     trained_before: int = 0
     done: bool = False
+    seen: Seen | None = None
 
 
 class Loaders:
@@ -134,6 +136,7 @@ def _begin_lap(recorder: Recorder, loaders: Loaders, loader: Any, iterator: Any,
         site,
         trained_before=recorder.backwards,
         started=started,
+        seen=Seen(loader.dataset, entry.laps, _length(loader.dataset)),
     )
     workers = getattr(iterator, "_workers", ())
     if workers:
@@ -173,6 +176,8 @@ def _describe(recorder: Recorder, loaders: Loaders, loader: Any, entry: Loader, 
         persistent=bool(loader.persistent_workers),
         sampler=type(sampler).__name__,
         subset=_subset_print(dataset),
+        content=print_data_set(dataset),
+        **can_shuffle(sampler, getattr(loader, "batch_sampler", None), dataset),
         order=print_order(dataset),
         **facts,
     )
@@ -280,6 +285,7 @@ def _end_lap(recorder: Recorder, lap: Lap, exhausted: bool) -> None:
         first_seconds=round(lap.first_seconds, 4),
         seconds=round(time.monotonic() - lap.started, 4),
         backwards=recorder.backwards - lap.trained_before,
+        seen=lap.seen.as_list() if lap.seen is not None else [],
     )
 
 
@@ -306,3 +312,5 @@ def _fetched(recorder: Recorder, loaders: Loaders, iterator: Any, batch: Any, si
     if (passes <= 3 and index <= _PRINTED) or index % 32 == 1:
         leaves = list(tensors_in(batch))[:4]
         recorder.print_batch(number, passes, index, [print_tensor(tensor) for _, tensor in leaves])
+        if lap.seen is not None:
+            lap.seen.add(drawn)

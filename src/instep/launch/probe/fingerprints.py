@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -71,9 +71,10 @@ class Fingerprints:
         for wrapped in WRAPPERS.all:
             model = wrapped.model()
             if model is not None and not model.broadcast_buffers:
-                rows = print_statistics(model.module)
-                if rows:
-                    self._recorder.log.note("buffers", wrapper=wrapped.number, evals=self._evals, values=rows)
+                rows, others = print_statistics(model.module), print_buffers(model.module)
+                if rows or others:
+                    facts = {"values": rows, "others": others}
+                    self._recorder.log.note("buffers", wrapper=wrapped.number, evals=self._evals, **facts)
 
 
 def is_early(step: int) -> bool:
@@ -84,9 +85,14 @@ def is_early(step: int) -> bool:
 
 def print_parameters(wrapped: Wrapped) -> list[float | None]:
     """One number per parameter in the order of its name in the event `wrap`; one transfer from the device in all."""
+    return print_tensors(wrapped.parameters[:_MOST_NAMES])
+
+
+def print_tensors(tensors: Iterable[torch.Tensor]) -> list[float | None]:
+    """One number per tensor; one transfer from the device in all."""
     sums = []
-    for parameter in wrapped.parameters[:_MOST_NAMES]:
-        flat = parameter.detach()
+    for tensor in tensors:
+        flat = tensor.detach()
         if not flat.numel() or flat.layout is not torch.strided:
             sums.append(torch.zeros((), dtype=torch.float64, device=flat.device))
             continue
@@ -107,3 +113,16 @@ def print_statistics(module: torch.nn.Module) -> dict[str, list[list[float]]]:
             if mean is not None and variance is not None:
                 rows[name] = [mean[:8].tolist(), variance[:8].tolist()]
     return rows
+
+
+def print_buffers(module: torch.nn.Module) -> dict[str, float | None]:
+    """One number for each of the first buffers of floating point that belong to no batch norm."""
+    norms = tuple(
+        f"{name}." if name else ""
+        for name, part in module.named_modules()
+        if isinstance(part, torch.nn.modules.batchnorm._BatchNorm)
+    )
+    rows = [
+        (name, one) for name, one in module.named_buffers() if one.is_floating_point() and not name.startswith(norms)
+    ]
+    return dict(zip((name for name, _ in rows[:8]), print_tensors([one for _, one in rows[:8]])))

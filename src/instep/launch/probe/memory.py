@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from instep.launch.probe.holders import Held, Holders, find_place
 from instep.launch.probe.recorder import Recorder, contained
 from instep.launch.probe.sites import is_users_file
 from instep.records import recording as layout
@@ -23,13 +24,19 @@ _GROWTH_BYTES = 24 << 20  # less than this is the allocator's noise
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 _CO_OPTIMIZED = 1
 _HELD_LOOKS, _MOST_ITEMS = 4, 20_000
+_AGAIN = 1.25  # noted again when it has grown by so much more
+_MOST_NODES = 6000  # of a graph, counted
+
+OPERATIONS = " (operations)"  # after a name: what is counted is the length of a graph, not tensors
 
 _looked = [0.0]
 _baseline = [0]
 _scanned = [0]  # bytes used when variables were last looked through
 _seen: dict[tuple[str, str, str], list[tuple[int, int, int]]] = {}  # step, results kept, bytes used
 _held: dict[tuple[str, str, str], list[tuple[int, int, int]]] = {}  # step, tensors, their bytes
-_noted: set[tuple[str, str, str]] = set()
+_noted: dict[tuple[str, str, str], int] = {}  # bytes when it was noted last
+_elsewhere: dict[int, list[tuple[int, Held, int]]] = {}  # by container: step, what it held, bytes used
+_HOLDERS = Holders()
 
 
 @contained
@@ -53,6 +60,27 @@ def look_for_kept_graphs(recorder: Recorder) -> None:
         _follow(recorder, key, count, line, now)
     for key, held, line in held_in_frames(sys._getframe(1)):
         _follow_held(recorder, key, held, line)
+    _look_elsewhere(recorder, now)
+
+
+def _look_elsewhere(recorder: Recorder, used: int) -> None:
+    """What no variable of a running function shows, while nothing else explains the growth."""
+    for container, held in _HOLDERS.look(used - _baseline[0]) if not _noted else ():
+        looks = _elsewhere.setdefault(id(container), [])
+        if looks and held.tensors <= looks[-1][1].tensors:
+            continue
+        looks.append((recorder.num_steps, held, used))
+        place = find_place(container) if len(looks) >= 3 else None
+        for look in looks if place is not None else ():
+            _tell(recorder, (place.file, place.function, place.name), look)  # type: ignore[union-attr]
+
+
+def _tell(recorder: Recorder, key: tuple[str, str, str], look: tuple[int, Held, int]) -> None:
+    step, held, used = look
+    if held.graphs:
+        _follow(recorder, key, held.graphs, 0, used, step)
+    else:
+        _follow_held(recorder, key, (held.tensors, held.size), 0, step)
 
 
 def read_used_bytes() -> int:
@@ -63,14 +91,16 @@ def read_used_bytes() -> int:
         return int(file.read().split()[1]) * _PAGE_BYTES
 
 
-def _follow(recorder: Recorder, key: tuple[str, str, str], count: int, line: int, used: int) -> None:
+def _follow(
+    recorder: Recorder, key: tuple[str, str, str], count: int, line: int, used: int, step: int | None = None
+) -> None:
     """A variable that holds more graphs each time we look, while memory grows with it, is what holds the memory."""
     history = _seen.setdefault(key, [])
     if not history or count > history[-1][1]:
-        history.append((recorder.num_steps, count, used))
+        history.append((recorder.num_steps if step is None else step, count, used))
     growth = history[-1][2] - history[0][2]
     if len(history) >= 3 and growth >= _GROWTH_BYTES // 2 and key not in _noted:
-        _noted.add(key)
+        _noted[key] = growth
         file, function, name = key
         recorder.log.note(
             "kept-graphs",
@@ -83,16 +113,18 @@ def _follow(recorder: Recorder, key: tuple[str, str, str], count: int, line: int
         )
 
 
-def _follow_held(recorder: Recorder, key: tuple[str, str, str], held: tuple[int, int], line: int) -> None:
+def _follow_held(
+    recorder: Recorder, key: tuple[str, str, str], held: tuple[int, int], line: int, step: int | None = None
+) -> None:
     """A list of tensors without graphs that has only grown, by much, in all looks so far."""
     history = _held.setdefault(key, [])
     if history and held[1] < history[-1][2]:
         history.clear()  # emptied in between: a buffer that is used up
     if not history or held[1] > history[-1][2]:
-        history.append((recorder.num_steps, *held))
+        history.append((recorder.num_steps if step is None else step, *held))
     growth = history[-1][2] - history[0][2]
-    if len(history) >= _HELD_LOOKS and growth >= _GROWTH_BYTES and key not in _noted:
-        _noted.add(key)
+    if len(history) >= _HELD_LOOKS and growth >= max(_GROWTH_BYTES, _AGAIN * _noted.get(key, 0)):
+        _noted[key] = growth
         file, function, name = key
         facts = {"file": file, "function": function, "name": name, "line": line, "growth": growth}
         recorder.log.note("kept-tensors", history=[list(row) for row in history[-6:]], **facts)
@@ -101,7 +133,7 @@ def _follow_held(recorder: Recorder, key: tuple[str, str, str], held: tuple[int,
 def held_in_frames(frame: FrameType | None) -> list[tuple[tuple[str, str, str], tuple[int, int], int]]:
     """Lists and dictionaries of tensors or arrays in the script's variables: how many, and how many bytes."""
     found = []
-    for owner, values in _user_frames(frame):
+    for owner, values in user_frames(frame):
         code = owner.f_code
         for name, value in values.items():
             for place, items in _containers(name, value):
@@ -126,7 +158,7 @@ def _containers(name: str, value: Any) -> Iterator[tuple[str, list[Any]]]:
                     yield from _containers(f"{name}.{key}", item)
 
 
-def _user_frames(frame: FrameType | None) -> Iterator[tuple[FrameType, dict[str, Any]]]:
+def user_frames(frame: FrameType | None) -> Iterator[tuple[FrameType, dict[str, Any]]]:
     """Frames of the script on this stack with their variables."""
     while frame is not None:
         code = frame.f_code
@@ -140,7 +172,7 @@ def _user_frames(frame: FrameType | None) -> Iterator[tuple[FrameType, dict[str,
 
 def _kept_in_frames(frame: FrameType | None) -> list[tuple[tuple[str, str, str], int, int]]:
     found = []
-    for owner, values in _user_frames(frame):
+    for owner, values in user_frames(frame):
         code = owner.f_code
         for name, value in values.items():
             for place, count in _kept_in(name, value, 0):
@@ -151,15 +183,16 @@ def _kept_in_frames(frame: FrameType | None) -> list[tuple[tuple[str, str, str],
 def _kept_in(name: str, value: Any, depth: int) -> list[tuple[str, int]]:
     """Names of the places under a variable that hold results with their graphs, and how many."""
     if isinstance(value, torch.Tensor):
-        length = _sum_length(value)
-        return [(name, length)] if length >= 3 else []
+        length = graph_length(value)
+        return [(f"{name}{OPERATIONS}", length)] if length >= 3 else []
     if isinstance(value, (list, deque, tuple)):
-        count = sum(isinstance(item, torch.Tensor) and item.grad_fn is not None for item in value)
-        return [(name, count)] if count else []
+        graphs = [item for item in value if isinstance(item, torch.Tensor) and item.grad_fn is not None]
+        return [(name, len(graphs)), *_kept_in(name, graphs[-1], 2)] if graphs else []
     if isinstance(value, dict) and depth < 2:
-        own = sum(isinstance(item, torch.Tensor) and item.grad_fn is not None for item in value.values())
+        graphs = [item for item in value.values() if isinstance(item, torch.Tensor) and item.grad_fn is not None]
+        own = len(graphs)
         inner = [row for key, item in list(value.items())[:50] for row in _kept_in(f"{name}[{key!r}]", item, depth + 1)]
-        return [(name, own)] if own > 3 else [row for row in inner if not isinstance(value, torch.Tensor)]
+        return [(name, own), *_kept_in(name, graphs[-1], 2)] if own > 3 else inner
     module = sys.modules.get(type(value).__module__)
     file = getattr(module, "__file__", None) or ""
     if depth == 0 and is_users_file(file) and hasattr(value, "__dict__") and not isinstance(value, torch.nn.Module):
@@ -167,10 +200,13 @@ def _kept_in(name: str, value: Any, depth: int) -> list[tuple[str, int]]:
     return []
 
 
-def _sum_length(value: torch.Tensor) -> int:
-    """How many additions in a row made this tensor: a running sum that keeps every graph behind it."""
-    node, length = value.grad_fn, 0
-    while node is not None and type(node).__name__.startswith(("AddBackward", "StackBackward")) and length < 10000:
-        length += 1
-        node = node.next_functions[0][0] if node.next_functions else None
-    return length
+def graph_length(value: torch.Tensor) -> int:
+    """Operations behind a tensor: a running sum, or a state that is handed from step to step, keeps those of all steps."""
+    seen: set[Any] = set()
+    queue = [value.grad_fn]
+    while queue and len(seen) < _MOST_NODES:
+        node = queue.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            queue += [parent for parent, _ in node.next_functions]
+    return len(seen)

@@ -23,6 +23,7 @@ def watch_mistakes(recorder: Recorder) -> None:
     replace(torch.amp.GradScaler, "unscale_", scaling.wrap_unscale)
     replace(torch.amp.GradScaler, "update", scaling.wrap_update)
     replace(torch.nn.Module, "load_state_dict", lambda original: _wrap_load(recorder, original))
+    replace(torch.optim.Optimizer, "load_state_dict", lambda original: _wrap_optimizer_load(recorder, original))
     for owner in (torch, torch.random):
         replace(owner, "manual_seed", lambda original: _wrap_seed(recorder, original))
     replace(lr_scheduler.ReduceLROnPlateau, "step", lambda original: _wrap_plateau(recorder, original))
@@ -104,6 +105,16 @@ def _note_load(recorder: Recorder, module: Any, state: Any, strict: bool, result
         num_missing=len(missing),
         num_unexpected=len(unexpected),
     )
+
+
+def _wrap_optimizer_load(recorder: Recorder, original: Callable[..., Any]) -> Callable[..., Any]:
+    def load_state_dict(self: Any, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
+        site = recorder.sites.here(1)
+        result = original(self, state_dict, *args, **kwargs)
+        recorder.log.note("optimizer-load", site=site, entries=len(self.state))
+        return result
+
+    return load_state_dict
 
 
 def _wrap_plateau(recorder: Recorder, original: Callable[..., Any]) -> Callable[..., Any]:

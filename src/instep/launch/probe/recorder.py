@@ -41,6 +41,9 @@ class Recorder:
         self.has_sent = self.has_joined = False
         self.open_step: int | None = None
         self.given_address = (os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", ""))  # by the launcher
+        self.kind = 0  # of the newest mark
+        self.costs: dict[int, list[float]] = {}  # by line: collectives that the script called, and their seconds
+        self.sample_stack: Callable[[FrameType | None], None] | None = None
         self.replay_path: Path | None = None  # for the operation that makes the first bad number
         self.seconds = [0.0] * len(layout.SECONDS_OF)
         self._sequence: Callable[[], int] | None = None
@@ -51,7 +54,7 @@ class Recorder:
     ) -> float:
         """Writes one mark and returns its time."""
         number = self.num_marks
-        self.waits = kind in _WAITS
+        self.kind, self.waits = kind, kind in _WAITS
         now = time.monotonic()
         if threading.get_ident() != self.main_thread:
             flags |= layout.OTHER_THREAD
@@ -128,6 +131,7 @@ class Recorder:
 
     def forget(self) -> None:
         """For a forked child, which is not this rank: it writes into memory of its own."""
+        self.costs.clear()
         self.page = bytearray(layout.PAGE_BYTES)
         self.log.forget()
 

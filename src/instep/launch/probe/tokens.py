@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -19,21 +20,42 @@ def count_tokens(recorder: Recorder, loss: torch.Tensor, site: int) -> None:
     if (recorder.backwards > 8 and recorder.backwards % _EVERY) or not loss.is_cpu:
         return
     node = find_mean_loss(loss.grad_fn)
-    if node is None or node._saved_weight is not None:
+    if node is None:
+        count = find_count(loss.grad_fn)
+        if count is not None:
+            recorder.log.note("tokens", site=site, call=recorder.backwards, valid=count, total=None)
+        return
+    if node._saved_weight is not None:
         return
     valid, total = int(node._saved_total_weight), node._saved_target.numel()
     if valid < total:
         recorder.log.note("tokens", site=site, call=recorder.backwards, valid=valid, total=total)
 
 
-def find_mean_loss(node: Any) -> Any:
-    """The nearest negative log-likelihood behind a loss, when it is a mean."""
+def find_count(node: Any) -> int | None:
+    """What a sum was divided by right behind a loss, when that is a tensor that holds a count: the sum of a mask."""
+    found: list[int] = []
+    for near in _nearest(node):
+        divisor = near._saved_other if type(near).__name__.startswith("DivBackward") else None
+        if isinstance(divisor, torch.Tensor) and not divisor.dim() and not divisor.requires_grad:
+            value = divisor.item()
+            if value > 1 and value == int(value):
+                found.append(int(value))
+    return max(found, default=None)  # a number of micro-batches may stand beside it
+
+
+def _nearest(node: Any) -> Iterator[Any]:
     queue, seen = [node], 0
     while queue and seen < _MOST_NODES:
         node, seen = queue.pop(0), seen + 1
-        if node is None:
-            continue
-        if type(node).__name__.startswith("NllLoss"):
-            return node if node._saved_reduction == _MEAN else None
-        queue += [parent for parent, _ in node.next_functions]
+        if node is not None:
+            yield node
+            queue += [parent for parent, _ in node.next_functions]
+
+
+def find_mean_loss(node: Any) -> Any:
+    """The nearest negative log-likelihood behind a loss, when it is a mean."""
+    for near in _nearest(node):
+        if type(near).__name__.startswith("NllLoss"):
+            return near if near._saved_reduction == _MEAN else None
     return None

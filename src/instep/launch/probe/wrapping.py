@@ -94,6 +94,7 @@ class Wrappers:
 
 WRAPPERS = Wrappers()
 
+TRAFFIC: list[Callable[[torch.Tensor, int], None]] = []  # told of a collective's tensor before it starts, and of its line
 
 @contained
 def note_parameter_traffic(recorder: Recorder, tensor: torch.Tensor, site: int, operation: str) -> None:
@@ -103,6 +104,8 @@ def note_parameter_traffic(recorder: Recorder, tensor: torch.Tensor, site: int, 
     which training libraries broadcast, and results that are gathered do not.
     """
     elements = tensor.numel()
+    for follow in TRAFFIC:
+        follow(tensor, site)
     may_be_copy = tensor.is_floating_point() and "gather" not in operation
     for wrapped in WRAPPERS.all:
         if wrapped.averaged_by_hand or (elements not in wrapped.sizes and 4 * elements < wrapped.num_elements):

@@ -36,15 +36,19 @@ def check(run: RunView) -> Iterator[Finding]:
             continue
         event = events[0]
         where = find_growth(event) or CallSite(event["file"], event["line"], source_line(event["file"], event["line"]))
-        steps, counts = zip(*event["history"])
+        name, _, what = event["name"].partition(" (")  # what: "operations)" where the length of one graph was counted
         yield Finding(
             id="memory/kept-graphs",
-            title=f"memory has grown by {format_bytes(event['growth'])}: {event['name']} keeps results together with their graphs",
-            cause=f"{event['name']} in {event['function']} held {counts[0]} results with their graphs after step {steps[0]} and {counts[-1]} after step {steps[-1]} "
-            f"({short(where)}); each keeps all that its backward would need.",
-            fix=(f"keep .item() or .detach() at {short(where)}", "evaluate under torch.no_grad()"),
+            title=f"memory has grown by {format_bytes(event['growth'])}: {name} keeps {'the graphs of all steps' if what else 'results together with their graphs'}",
+            cause=_cause(event, name, bool(what), where),
+            fix=(
+                f"keep .item() or .detach() at {short(where)}",
+                "compute what is only kept or shown under torch.no_grad()",
+            ),
             evidence=tuple(
-                view.cite(f"after step {step}: {count} results with graphs in {event['name']}")
+                view.cite(
+                    f"after step {step}: {count} {'operations behind' if what else 'results with graphs in'} {name}"
+                )
                 for step, count in event["history"][:4]
             ),
             certainty="certain",
@@ -53,14 +57,28 @@ def check(run: RunView) -> Iterator[Finding]:
         return
 
 
+def _cause(event: Event, name: str, is_one_graph: bool, where: CallSite | None) -> str:
+    (first, few), (last, many) = event["history"][0], event["history"][-1]
+    if is_one_graph:
+        return (
+            f"{name} in {event['function']} is computed from its own last value at {short(where)} with gradients switched on: the graph behind it had "
+            f"{few} operations after step {first} and {many} after step {last}, each with what its backward would need."
+        )
+    return (
+        f"{name} in {event['function']} held {few} results with their graphs after step {first} and {many} after step {last} "
+        f"({short(where)}); each keeps all that its backward would need."
+    )
+
+
 def find_growth(event: Event) -> CallSite | None:
     """The line that puts the results there: growth of the container, or an addition to the running sum."""
     source = load(event["file"])
-    name = event["name"].partition("[")[0]
+    name = event["name"].partition(" (")[0].partition("[")[0]
     attribute = name.rpartition(".")[2] if "." in name else None  # an object's own, named otherwise in its class
     for node in ast.walk(source.tree) if source else ():
         target = _grown_by(node)
         same = target is not None and (target == name or (attribute and target.rpartition(".")[2] == attribute))
+        same = same or _made_of_itself(node, name, attribute)
         if source is not None and same:
             return source.site(node)
     return None
@@ -79,3 +97,14 @@ def _grown_by(node: ast.AST) -> str | None:
         first = ast.unparse(node.targets[0])
         grown = node.targets[0] if first == ast.unparse(node.value.left) else None
     return ast.unparse(grown).partition("[")[0] if grown is not None else None
+
+
+def _made_of_itself(node: ast.AST, name: str, attribute: str | None) -> bool:
+    """`logits, state = model(batch, state)`: what it is assigned is computed with it."""
+    if not isinstance(node, ast.Assign):
+        return False
+    targets = [part for target in node.targets for part in (target.elts if isinstance(target, ast.Tuple) else [target])]
+    named = {ast.unparse(target).partition("[")[0] for target in targets}
+    used = {ast.unparse(part) for part in ast.walk(node.value) if isinstance(part, (ast.Name, ast.Attribute))}
+    ends = {one for one in named & used if one == name or (attribute and one.rpartition(".")[2] == attribute)}
+    return bool(ends)

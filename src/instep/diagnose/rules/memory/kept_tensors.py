@@ -11,24 +11,34 @@ What is kept for every step fills memory sooner or later, however small a step's
 Keep numbers (`.item()`), sums, or a `deque(maxlen=...)`; write what has to be kept to a file; clear the list after each epoch.
 
 ## When it is wrong
-A buffer that is to hold everything, as a replay buffer that is still filling, or features that are gathered once.
+A buffer that is to hold everything, as a replay buffer that is still filling, or features that are gathered once. Nothing is said of a cache
+that may hold each sample of the data set once, of what stopped growing long before the end, and of what the script compares in length or
+takes from.
 """
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Iterator
 
 from instep.diagnose.frames import source_line
 from instep.diagnose.naming import short
+from instep.diagnose.rank_view import RankView
 from instep.diagnose.rules.memory.kept_graphs import find_growth
 from instep.diagnose.run_view import RunView
+from instep.diagnose.source import load
+from instep.records.event import Event
 from instep.records.finding import CallSite, Finding
 from instep.units import format_bytes
+
+MIN_PLACE = 0.5  # of all steps: it still grew after so many of them
+_TAKES = ("clear", "pop", "popleft", "popitem")
 
 
 def check(run: RunView) -> Iterator[Finding]:
     for view in run.ranks:
-        events = [event for event in view.named("kept-tensors") if not view.named("kept-graphs")]
+        newest = {event["name"]: event for event in view.named("kept-tensors") if not view.named("kept-graphs")}
+        events = [event for event in newest.values() if _still_grows(view, event) and not _has_bound(event)]
         if not events:
             continue
         event = events[0]
@@ -50,3 +60,29 @@ def check(run: RunView) -> Iterator[Finding]:
             where=where,
         )
         return
+
+
+def _still_grows(view: RankView, event: Event) -> bool:
+    """Not a cache of the data set's samples on its way to hold them all, and not full since long."""
+    lengths = [row["length"] for row in view.named("loader") if row["length"]]
+    is_cache = "." in event["name"] and event["history"][-1][1] <= max(lengths, default=0)
+    return not is_cache and event["history"][-1][0] >= MIN_PLACE * view.num_steps
+
+
+def _has_bound(event: Event) -> bool:
+    """Whether the source asks for its length in a comparison, or takes from it."""
+    source = load(event["file"])
+    last = event["name"].rpartition(".")[2].partition("[")[0]
+    for node in ast.walk(source.tree) if source else ():
+        if isinstance(node, ast.Compare):
+            calls = [
+                part for part in ast.walk(node) if isinstance(part, ast.Call) and getattr(part.func, "id", "") == "len"
+            ]
+            if any(ast.unparse(call.args[0]).rpartition(".")[2] == last for call in calls if call.args):
+                return True
+        elif isinstance(node, ast.Call) and getattr(node.func, "attr", "") in _TAKES:
+            if ast.unparse(node.func.value).rpartition(".")[2].partition("[")[0] == last:  # type: ignore[attr-defined]
+                return True
+        elif isinstance(node, ast.Delete) and any(last in ast.unparse(target) for target in node.targets):
+            return True
+    return False

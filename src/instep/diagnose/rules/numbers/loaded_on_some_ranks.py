@@ -19,6 +19,7 @@ from collections.abc import Iterator
 
 from instep.diagnose.model_facts import find_apart, same_group
 from instep.diagnose.naming import name_ranks, short
+from instep.diagnose.rank_view import RankView
 from instep.diagnose.run_view import RunView
 from instep.records.finding import Evidence, Finding
 
@@ -30,9 +31,10 @@ def check(run: RunView) -> Iterator[Finding]:
     wrapper, step, name, gap = apart
     members = same_group(run, wrapper)
     loads = {view.rank: [one for one in view.named("load") if one["wrapper"] == wrapper] for view in members}
-    most = max(len(rows) for rows in loads.values())
+    most = max((len(rows) for rows in loads.values()), default=0)
     without = tuple(rank for rank, rows in loads.items() if len(rows) < most)
     if not without:
+        yield from _optimizer_state(run, members, step, name, gap)
         return
     rank = next(rank for rank, rows in loads.items() if len(rows) == most)
     event = loads[rank][-1]
@@ -44,6 +46,34 @@ def check(run: RunView) -> Iterator[Finding]:
         fix=(f"run {short(where)} on every rank, or load before the model is wrapped",),
         evidence=(
             run.by_rank[rank].cite(f"loaded {event['keys']} entries at {short(where)} after step {event.step}"),
+            Evidence(
+                f"step {step}: {name} differs between ranks by {gap:.0%}", f"rank{without[0]}/events.jsonl", without[0]
+            ),
+        ),
+        certainty="certain",
+        ranks=without,
+        where=where,
+        explains=("numbers/ranks-apart",),
+    )
+
+
+def _optimizer_state(run: RunView, members: list[RankView], step: int, name: str, gap: float) -> Iterator[Finding]:
+    """The same of an optimizer: equal gradients with different moments and step counts give different updates."""
+    loads = {view.rank: view.named("optimizer-load") for view in members}
+    most = max((len(rows) for rows in loads.values()), default=0)
+    without = tuple(rank for rank, rows in loads.items() if len(rows) < most)
+    if not without:
+        return
+    rank = next(rank for rank, rows in loads.items() if len(rows) == most)
+    where = run.by_rank[rank].site(loads[rank][-1]["site"])
+    yield Finding(
+        id="numbers/loaded-on-some-ranks",
+        title=f"{name_ranks(without)} did not load the optimizer state that rank {rank} loaded",
+        cause=f"load_state_dict of the optimizer at {short(where)} ran on rank {rank} alone: from equal gradients the ranks make different updates, "
+        "and their parameters part.",
+        fix=(f"run {short(where)} on every rank",),
+        evidence=(
+            run.by_rank[rank].cite(f"loaded the state of {loads[rank][-1]['entries']} parameters at {short(where)}"),
             Evidence(
                 f"step {step}: {name} differs between ranks by {gap:.0%}", f"rank{without[0]}/events.jsonl", without[0]
             ),

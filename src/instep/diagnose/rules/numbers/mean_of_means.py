@@ -1,7 +1,8 @@
 """The loss is a mean over tokens, and the ranks have very different numbers of them.
 
 ## What it sees
-A loss that is a mean over targets and leaves some out (`ignore_index`), whose number of targets differs much between ranks in the same step.
+A loss that is a mean over targets and leaves some out (`ignore_index`, or a sum that is divided by the sum of a mask), whose number of
+targets differs much between ranks in the same step.
 
 ## Why it matters
 Each rank divides by its own count, and the gradients are averaged with equal weight: a token on a rank with few of them counts more. The result depends on how samples fall to ranks.
@@ -43,12 +44,13 @@ def check(run: RunView) -> Iterator[Finding]:
     if len(spreads) < MIN_CALLS or sum(spreads) / len(spreads) < MIN_SPREAD:
         return
     view = run.ranks[0]
-    where = find_loss(view.site(view.named("tokens")[0]["site"]))
+    first = view.named("tokens")[0]
+    where = find_loss(view.site(first["site"]), divides=first["total"] is None)
     spread = sum(spreads) / len(spreads)
     yield Finding(
         id="numbers/mean-of-means",
         title=f"the loss is a mean over each rank's own targets, and their numbers deviate by {spread:.0%} between ranks",
-        cause=f"The loss at {short(where)} leaves out ignored targets and divides by the rank's own count; averaging the gradients then weighs tokens of ranks with few targets more.",
+        cause=f"The loss at {short(where)} leaves some targets out and divides by the rank's own count of the others; averaging the gradients then weighs tokens of ranks with few targets more.",
         fix=(
             f"at {short(where)} sum the loss, divide by the all-reduced number of targets and multiply by the number of ranks",
         ),
@@ -63,14 +65,22 @@ def check(run: RunView) -> Iterator[Finding]:
     )
 
 
-def find_loss(backward: CallSite | None) -> CallSite | None:
-    """The line that computes the loss of a backward: a call of a known name, else the nearest call that gave it."""
+def find_loss(backward: CallSite | None, divides: bool = False) -> CallSite | None:
+    """The line that computes the loss of a backward: a call of a known name, else the nearest call that gave it. divides:
+    a division by a count of its own makes it a mean."""
     source = load(backward.file) if backward else None
     loss = loss_of(call_at(source, backward.line, "backward")) if source and backward else None
     if source is None or backward is None or loss is None:
         return backward
     nodes = list(definitions(source, loss, source.function_at(backward.line)))
     calls = [part for node in nodes for part in ast.walk(node) if isinstance(part, ast.Call)]
+    if divides:
+        parts = [part for node in nodes for part in ast.walk(node) if isinstance(part, ast.BinOp)]
+        made = [
+            one for one in parts if isinstance(one.op, ast.Div) and not isinstance(one.right, (ast.Constant, ast.Name))
+        ]
+        if made:
+            return source.site(made[0])
     known = [one for one in calls if getattr(one.func, "attr", getattr(one.func, "id", "")) in _LOSSES]
     given = [node for node in nodes if isinstance(node, ast.Call)]
     chosen = next(iter(known), None) or next(iter(given), None)

@@ -37,13 +37,13 @@ def check(run: RunView) -> Iterator[Finding]:
             return
         step, rates = found
         fed = _scheduler(run)
-        where = fed or find_assignment(_step_site(run))
+        where = fed or find_assignment(_step_site(run)) or (_made_at(run) if step == 1 else None)
         yield Finding(
             id="numbers/rates-apart",
             title=f"the ranks use different learning rates from step {step} on: {', '.join(f'{rate:.3g}' for rate in rates.values())}",
             cause=f"The scheduler at {short(where)} was fed with a value that each rank computed for itself."
             if fed
-            else f"What {short(where)} sets the rate to was computed by each rank for itself."
+            else f"What {short(where)} sets the rate to differs between ranks."
             if where
             else "The schedules of the ranks have parted.",
             fix=("all-reduce the value that decides about the rate before it is used",),
@@ -75,6 +75,12 @@ def _scheduler(run: RunView) -> CallSite | None:
         if len({event["value"] for event in events}) > 1:
             return run.ranks[0].site(events[0]["site"])
     return None
+
+
+def _made_at(run: RunView) -> CallSite | None:
+    """Where the optimizer was made, of rates that were never equal."""
+    made = run.ranks[0].named("optimizer")
+    return run.ranks[0].site(made[0]["site"]) if made else None
 
 
 def _step_site(run: RunView) -> CallSite | None:

@@ -20,18 +20,19 @@ from collections.abc import Iterator
 
 from instep.diagnose.data_facts import Key, loader_keys, loaders_by_key
 from instep.diagnose.input_facts import find_cut, find_equal_inputs
-from instep.diagnose.model_facts import wraps
 from instep.diagnose.naming import short
 from instep.diagnose.rank_view import RankView
 from instep.diagnose.run_view import RunView
+from instep.diagnose.sample_facts import is_data_parallel
 from instep.records import recording as layout
-from instep.records.finding import Evidence, Finding
+from instep.records.event import Event
+from instep.records.finding import CallSite, Evidence, Finding
 
 MIN_BATCHES = 6  # equal on all ranks, before it is called the same data
 
 
 def check(run: RunView) -> Iterator[Finding]:
-    if not run.is_whole or run.world_size < 2 or not all(_is_data_parallel(run, view) for view in run.ranks):
+    if not run.is_whole or run.world_size < 2 or not all(is_data_parallel(run, view) for view in run.ranks):
         return
     tables = [_trained_batches(view) for view in run.ranks]
     for key in sorted({place[0] for place in tables[0]}):
@@ -71,11 +72,6 @@ def _cut_by_hand(run: RunView) -> Iterator[Finding]:
     )
 
 
-def _is_data_parallel(run: RunView, view: RankView) -> bool:
-    found = wraps(view).values()
-    return bool(found) and all(len(event["ranks"] or range(run.world_size)) == run.world_size for event in found)
-
-
 def _trained_batches(view: RankView) -> dict[tuple[Key, int, int], tuple[int, ...]]:
     """Prints by loader, pass and place in the pass, of batches that were trained on."""
     if view.page is None:
@@ -99,21 +95,20 @@ def _finding(run: RunView, key: Key, same: int, seen: int) -> Finding:
     taken = {rank: row.get("sampler_rank") for rank, row in ranks_of.items() if row is not None}
     wrong = [rank for rank, other in taken.items() if other not in (None, rank)]
     site = view.site(event.get("sampler_site")) or where
+    streams = event["length"] is None  # an iterable data set, of which no sampler takes a part
     if wrong:
         cause = f"The sampler made at {short(site)} was told rank {taken[wrong[0]]} on rank {wrong[0]}."
+    elif streams:
+        cause = (
+            f"The loader made at {short(where)} reads {event['dataset']}, which gives the same stream on every rank."
+        )
     else:
         cause = f"The loader made at {short(where)} draws with {sampler}, which gives every rank the whole data set in the same order."
     return Finding(
         id="numbers/same-data",
         title=f"all ranks train on the same batches ({same} of {seen} compared)",
         cause=f"{cause} The ranks compute the same gradients, so more of them gain nothing.",
-        fix=(
-            "give the loader at "
-            + short(where)
-            + " a DistributedSampler(dataset), without shuffle=, and call set_epoch(epoch)",
-        )
-        if not wrong
-        else (f"pass this process's own rank to the sampler at {short(site)}, or leave rank= out",),
+        fix=(_what_to_do(event, streams, site if wrong else where, bool(wrong)),),
         evidence=tuple(
             Evidence(f"batches of rank {one.rank} equal those of rank 0", f"rank{one.rank}/page.bin", one.rank)
             for one in run.ranks[1:3]
@@ -122,4 +117,16 @@ def _finding(run: RunView, key: Key, same: int, seen: int) -> Finding:
         ranks=tuple(wrong),
         where=site if wrong else where,
         explains=(),
+    )
+
+
+def _what_to_do(event: Event, streams: bool, where: CallSite | None, is_wrong: bool) -> str:
+    if is_wrong:
+        return f"pass this process's own rank to the sampler at {short(where)}, or leave rank= out"
+    if streams:
+        return f"in {event['dataset']}.__iter__ take every world_size-th sample (or file) from this process's rank on"
+    if event.get("replaces"):
+        return f"draw with another seed on each rank at {short(where)}, as generator=torch.Generator().manual_seed(seed + rank), and len(dataset) // world_size samples"
+    return (
+        f"give the loader at {short(where)} a DistributedSampler(dataset), without shuffle=, and call set_epoch(epoch)"
     )

@@ -57,9 +57,9 @@ def check(run: RunView) -> Iterator[Finding]:
         if not shared:
             continue
         if len({row["subset"] for row in rows}) > 1:
-            yield _finding(run, rows, _split_line(key) or run.ranks[0].site(rows[0]["site"]), "subset")
+            yield _finding(run, rows, find_split(key) or run.ranks[0].site(rows[0]["site"]), "subset")
         elif _reordered(rows):
-            yield _finding(run, rows, _split_line(key) or run.ranks[0].site(rows[0]["site"]), "order")
+            yield _finding(run, rows, find_split(key) or run.ranks[0].site(rows[0]["site"]), "order")
         elif rows[0].get("shuffles") and len({row["seed"] for row in rows}) > 1:
             yield _finding(run, rows, run.ranks[0].site(rows[0]["sampler_site"]), "seed")
 
@@ -92,7 +92,7 @@ def _finding(run: RunView, rows: list[Event], where: CallSite | None, what: str)
     )
 
 
-def _split_line(key: Key) -> CallSite | None:
+def find_split(key: Key) -> CallSite | None:
     """The call that splits, followed back from what the loader is made of."""
     source = load(key[0])
     call = call_at(source, key[1], "DataLoader") if source else None

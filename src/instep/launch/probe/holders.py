@@ -1,0 +1,143 @@
+"""Lists and dictionaries that hold more and more tensors somewhere else than in a running function's variables: in a module
+of the script, in an object of its classes, or in a function that closes over them."""
+
+from __future__ import annotations
+
+import gc
+import os
+import sys
+from collections import deque
+from types import CellType, FunctionType, ModuleType
+from typing import Any, NamedTuple
+
+import torch
+
+from instep.launch.probe.sites import is_users_file
+
+_MOST_LOOKS = 12  # one takes about 50 ms
+_GROWTH = 1.3  # of what memory had grown by at the look before
+_MIN_ITEMS, _MOST_ITEMS = 8, 20_000
+_CONTAINERS = (list, dict, deque)
+
+
+class Held(NamedTuple):
+    """What one container holds: tensors with graphs behind them, all tensors, and their bytes."""
+
+    graphs: int
+    tensors: int
+    size: int
+
+
+class Place(NamedTuple):
+    """Where a container is to be found in the source."""
+
+    file: str
+    function: str
+    name: str
+
+
+class Holders:
+    """Looks through all containers of the process, seldom."""
+
+    def __init__(self) -> None:
+        self._looks = 0
+        self._next = 0
+
+    def look(self, growth: int) -> list[tuple[Any, Held]]:
+        """The containers that hold tensors by the number; growth: bytes, of the process so far."""
+        if growth < self._next or self._looks >= _MOST_LOOKS:
+            return []
+        self._looks += 1
+        self._next = int(growth * _GROWTH)
+        own = sys._getframe(0)
+        found: list[tuple[Any, Held]] = []
+        for one in gc.get_objects():
+            if isinstance(one, _CONTAINERS) and len(one) >= _MIN_ITEMS and one is not own and _holds_tensors(one):
+                found.append((one, _weigh(one)))
+        return [(one, held) for one, held in found if held.tensors >= _MIN_ITEMS]
+
+
+def _holds_tensors(container: Any) -> bool:
+    try:
+        last = next(reversed(container.values())) if isinstance(container, dict) else container[-1]
+    except (IndexError, RuntimeError, StopIteration, TypeError):
+        return False  # it changes meanwhile, or is something that only looks like one
+    return any(True for _ in _tensors_of(last))
+
+
+def _tensors_of(item: Any) -> list[Any]:
+    if isinstance(item, torch.Tensor):
+        return [item]
+    parts = item.values() if type(item) is dict else item if type(item) in (tuple, list) else ()
+    return [part for part in list(parts)[:8] if isinstance(part, torch.Tensor)]
+
+
+def _weigh(container: Any) -> Held:
+    items = list(container.values() if isinstance(container, dict) else container)[:_MOST_ITEMS]
+    tensors = [tensor for item in items for tensor in _tensors_of(item)]
+    graphs = sum(tensor.grad_fn is not None for tensor in tensors)
+    return Held(graphs, len(tensors), sum(tensor.nbytes for tensor in tensors if not tensor.is_sparse))
+
+
+def find_place(container: Any, depth: int = 0) -> Place | None:
+    """The script's own name for a container: a variable of a module, an attribute, or a variable that a function closes
+    over. None for what belongs to a library."""
+    if depth > 2:
+        return None
+    for referrer in gc.get_referrers(container):
+        found = _named_in(referrer, container)
+        if found is not None:
+            return found
+    for referrer in gc.get_referrers(container):
+        if isinstance(referrer, (dict, list)) and not _is_namespace(referrer):
+            found = find_place(referrer, depth + 1)
+            if found is not None:
+                return found
+    return None
+
+
+def _named_in(referrer: Any, container: Any) -> Place | None:
+    if isinstance(referrer, dict):
+        module = _module_of(referrer)
+        if module is not None:
+            names = [name for name, value in referrer.items() if value is container]
+            return Place(os.path.abspath(module.__file__ or ""), module.__name__, names[0]) if names else None
+        owners = [one for one in gc.get_referrers(referrer) if getattr(one, "__dict__", None) is referrer]
+        return _attribute(owners[0], container) if owners else None
+    if isinstance(referrer, CellType):
+        return _closed_over(referrer)
+    return _attribute(referrer, container)
+
+
+def _attribute(owner: Any, container: Any) -> Place | None:
+    kind = type(owner)
+    file = getattr(sys.modules.get(kind.__module__), "__file__", None)
+    members = getattr(owner, "__dict__", None)
+    if file is None or not is_users_file(file) or not isinstance(members, dict) or isinstance(owner, ModuleType):
+        return None
+    names = [name for name, value in members.items() if value is container]
+    return Place(os.path.abspath(file), kind.__name__, f"{kind.__name__}.{names[0]}") if names else None
+
+
+def _closed_over(cell: CellType) -> Place | None:
+    closures = [one for one in gc.get_referrers(cell) if isinstance(one, tuple)]
+    for function in (one for closure in closures for one in gc.get_referrers(closure)):
+        if isinstance(function, FunctionType) and is_users_file(function.__code__.co_filename):
+            names = [
+                name for name, one in zip(function.__code__.co_freevars, function.__closure__ or ()) if one is cell
+            ]
+            if names:
+                return Place(os.path.abspath(function.__code__.co_filename), function.__name__, names[0])
+    return None
+
+
+def _module_of(namespace: dict[Any, Any]) -> ModuleType | None:
+    module = sys.modules.get(namespace.get("__name__", ""))
+    is_own = (
+        module is not None and module.__dict__ is namespace and is_users_file(getattr(module, "__file__", None) or "")
+    )
+    return module if is_own else None
+
+
+def _is_namespace(referrer: Any) -> bool:
+    return isinstance(referrer, dict) and "__name__" in referrer
