@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from pathlib import Path
 
 from instep.diagnose.slices import call_at, definitions, loss_of
 from instep.diagnose.source import Source, load
@@ -82,11 +83,41 @@ def _near_loss(here: CallSite | None) -> Iterator[tuple[Source, ast.AST, bool]]:
         return
     call = call_at(source, here.line, "backward")
     loss = loss_of(call)
-    for node in definitions(source, loss, source.function_at(here.line)) if loss is not None else ():
+    nodes = list(definitions(source, loss, source.function_at(here.line))) if loss is not None else []
+    for node in nodes:
         for part in ast.walk(node):
             yield source, part, True
     for part in ast.walk(source.tree):
         yield source, part, False
+    names = {name for node in nodes for name in _names_in(node)}
+    for other in imported_files(source):
+        for function in other.functions():
+            if function.name in names:  # a loss of a file of its own
+                yield from ((other, part, True) for part in ast.walk(function))
+    for other in imported_files(source):
+        yield from ((other, part, False) for part in ast.walk(other.tree))
+
+
+def _names_in(node: ast.AST) -> set[str]:
+    calls = [part for part in ast.walk(node) if isinstance(part, ast.Call)]
+    return {_called(call) for call in calls}
+
+
+def imported_files(source: Source) -> list[Source]:
+    """Files of the script's own that a file imports: modules beside it, or in packages beside it."""
+    found: dict[str, Source] = {}
+    folder = Path(source.path).parent
+    for node in ast.walk(source.tree):
+        names = [alias.name for alias in node.names] if isinstance(node, (ast.Import, ast.ImportFrom)) else []
+        if isinstance(node, ast.ImportFrom):
+            names = [node.module] if node.module else names
+        for name in names:
+            path = folder.joinpath(*name.split("."))
+            for file in (path.with_suffix(".py"), path / "__init__.py"):
+                other = load(str(file)) if file.is_file() else None
+                if other is not None:
+                    found[other.path] = other
+    return list(found.values())
 
 
 def _called(node: ast.Call) -> str:

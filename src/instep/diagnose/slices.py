@@ -27,12 +27,51 @@ def definitions(source: Source, expression: ast.AST, function: Function) -> Iter
             queue += [(value, where) for value, where in _passed_for(source, scope, name)]
             if not isinstance(scope, ast.Module):
                 queue += [(value, source.tree) for value in assigned_to(source.tree, name)]
+        queue += [(value, source.function_at(getattr(value, "lineno", 1))) for value in _kept_on_self(source, node)]
+        queue += [(value, where) for name in _own_attributes(node) for value, where in _kept_as(source, name)]
         queue += _called(source, node)
+
+
+def _kept_on_self(source: Source, node: ast.AST) -> list[ast.AST]:
+    """Values given to `self.name`, for each `self.name` that is read."""
+    names = {one.attr for one in ast.walk(node) if _is_of_self(one) and isinstance(one.ctx, ast.Load)}  # type: ignore[attr-defined]
+    assigned = [one for one in ast.walk(source.tree) if names and isinstance(one, ast.Assign)]
+    return [
+        one.value
+        for one in assigned
+        if any(_is_of_self(part) and part.attr in names for target in one.targets for part in ast.walk(target))  # type: ignore[attr-defined]
+    ]
+
+
+def _is_of_self(node: ast.AST) -> bool:
+    return isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "self"
 
 
 def _loaded_names(node: ast.AST) -> list[str]:
     found = [one.id for one in ast.walk(node) if isinstance(one, ast.Name) and isinstance(one.ctx, ast.Load)]
     return list(dict.fromkeys(found))
+
+
+def _own_attributes(node: ast.AST) -> list[str]:
+    """`train_set` of `self.train_set`."""
+    found = [one for one in ast.walk(node) if isinstance(one, ast.Attribute) and isinstance(one.ctx, ast.Load)]
+    return list(dict.fromkeys(one.attr for one in found if isinstance(one.value, ast.Name) and one.value.id == "self"))
+
+
+def _kept_as(source: Source, name: str) -> list[tuple[ast.AST, Function]]:
+    """What the methods of this file assign to `self.name`."""
+    found: list[tuple[ast.AST, Function]] = []
+    for node in ast.walk(source.tree):
+        if isinstance(node, ast.Assign) and any(_keeps(target, name) for target in node.targets):
+            found.append((node.value, source.function_at(node.lineno)))
+    return found
+
+
+def _keeps(target: ast.AST, name: str) -> bool:
+    parts = target.elts if isinstance(target, (ast.Tuple, ast.List)) else [target]
+    return any(
+        isinstance(one, ast.Attribute) and one.attr == name and ast.unparse(one.value) == "self" for one in parts
+    )
 
 
 def assigned_to(scope: Function, name: str) -> list[ast.AST]:

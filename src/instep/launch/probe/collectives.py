@@ -15,6 +15,7 @@ from instep.launch.probe.exits import let_backend_finish, note_raised
 from instep.launch.probe.joining import note_joining
 from instep.launch.probe.patching import replace
 from instep.launch.probe.recorder import Recorder, contained
+from instep.launch.probe.site_costs import add_cost
 from instep.launch.probe.wrapping import note_parameter_traffic
 from instep.records import recording as layout
 
@@ -180,6 +181,4 @@ def _leave(recorder: Recorder, operation: int, site: int, started: float) -> Non
     now = recorder.mark(_LEAVE, operation, 0, site, recorder.calls & 0xFFFFFFFF)
     if started:
         recorder.spend(_COLLECTIVE, now - started)
-        row = recorder.costs.setdefault(site, [0, 0.0])
-        row[0] += 1
-        row[1] += now - started
+        add_cost(recorder, site, now - started)

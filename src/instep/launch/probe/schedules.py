@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import atexit
 import functools
-import os
 import sys
 import weakref
 from collections.abc import Callable
 from typing import Any
 
 from torch.optim import lr_scheduler
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from instep.launch.probe.patching import replace
 from instep.launch.probe.recorder import Recorder, contained
@@ -18,54 +18,55 @@ from instep.launch.probe.recorder import Recorder, contained
 _FIRST_NOTE = 32
 _LENGTHS = ("total_steps", "T_max", "total_iters")  # of OneCycleLR, CosineAnnealingLR, LinearLR and the like
 _IN_CLOSURES = ("num_training_steps",)  # of the functions that transformers makes
-_OF_TORCH = lr_scheduler.__file__
+_MOST = 20
 
 
 class Schedule:
-    """One scheduler. first_step: optimizer steps of the rank before it was first stepped."""
+    """One scheduler. calls, steps: how often it had been stepped, and optimizers had, since it was made."""
 
-    def __init__(self, number: int, site: int, kind: str, length: int | None) -> None:
-        self.number, self.site, self.kind, self.length = number, site, kind, length
-        self.calls = self.step_site = self.first_step = self.last_step = 0
-        self.library = ""
+    def __init__(self, number: int, site: int, scheduler: Any, length: int, steps: int) -> None:
+        self.number, self.site, self.length = number, site, length
+        self.kind = type(scheduler).__name__
+        self.scheduler = weakref.ref(scheduler)
+        self.before, self.calls, self.steps = steps, 0, 0
+
+    def read(self, steps: int) -> None:
+        scheduler = self.scheduler()
+        if scheduler is not None:
+            self.calls, self.steps = scheduler.last_epoch, steps - self.before
 
 
 class Schedules:
-    """All schedulers of this rank that the script steps itself."""
+    """The schedulers of this rank that have an end. `LRScheduler.step` is not wrapped: its warnings name the caller."""
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
-        self._known: weakref.WeakKeyDictionary[Any, Schedule] = weakref.WeakKeyDictionary()
         self._rows: list[Schedule] = []
         atexit.register(self.note)
 
     @contained
     def add(self, scheduler: Any, site: int) -> None:
-        if len(self._rows) < 20 and scheduler not in self._known:
-            row = Schedule(len(self._rows) + 1, site, type(scheduler).__name__, find_length(scheduler))
-            self._known[scheduler] = row
+        length = find_length(scheduler)
+        is_known = any(row.scheduler() is scheduler for row in self._rows)
+        if length is not None and not is_known and len(self._rows) < _MOST:
+            row = Schedule(len(self._rows) + 1, site, scheduler, length, self._recorder.num_steps)
             self._rows.append(row)
 
     @contained
-    def count(self, scheduler: Any) -> None:
-        row, caller = self._known.get(scheduler), sys._getframe(3).f_code.co_filename
-        if row is None or caller == _OF_TORCH:
-            return  # one inside of another
-        recorder = self._recorder
-        if not row.calls:
-            row.first_step = recorder.num_steps
-            row.library = "accelerate" if f"{os.sep}accelerate{os.sep}" in caller else ""
-            row.step_site = recorder.sites.here(3)
-        row.calls += 1
-        row.last_step = recorder.num_steps
-        if row.calls >= _FIRST_NOTE and row.calls & (row.calls - 1) == 0:
+    def before_step(self) -> None:
+        steps = self._recorder.num_steps
+        for row in self._rows:
+            row.read(steps)
+        if self._rows and steps >= _FIRST_NOTE and steps & (steps - 1) == 0:
             self.note()
 
     @contained
     def note(self) -> None:
         for row in self._rows:
             if row.calls:
-                self._recorder.log.note("schedule", **vars(row))
+                facts = {"schedule": row.number, "site": row.site, "kind": row.kind, "length": row.length}
+                library = "accelerate" if "accelerate.scheduler" in sys.modules else ""
+                self._recorder.log.note("schedule", calls=row.calls, steps=row.steps, library=library, **facts)
 
 
 def find_length(scheduler: Any) -> int | None:
@@ -84,8 +85,12 @@ def find_length(scheduler: Any) -> int | None:
 
 def watch_schedules(recorder: Recorder) -> None:
     schedules = Schedules(recorder)
+
+    def before(optimizer: Any, args: Any, kwargs: Any) -> None:
+        schedules.before_step()
+
     replace(lr_scheduler.LRScheduler, "__init__", lambda original: _wrap_made(recorder, schedules, original))
-    replace(lr_scheduler.LRScheduler, "step", lambda original: _wrap_step(schedules, original))
+    register_optimizer_step_pre_hook(before)
 
 
 def _wrap_made(recorder: Recorder, schedules: Schedules, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -95,11 +100,3 @@ def _wrap_made(recorder: Recorder, schedules: Schedules, original: Callable[...,
         schedules.add(self, site)
 
     return __init__
-
-
-def _wrap_step(schedules: Schedules, original: Callable[..., Any]) -> Callable[..., Any]:
-    def step(self: Any, *args: Any, **kwargs: Any) -> Any:
-        schedules.count(self)
-        return original(self, *args, **kwargs)
-
-    return step

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -19,6 +20,7 @@ from instep.launch.probe.sites import is_users_file
 from instep.records import recording as layout
 
 _MOST_LINES, _MOST_STACKS = 6, 12
+_PROBE = os.path.join("instep", "launch", "probe")
 _NOTE_EVERY = 200  # samples
 _PARTS = {layout.KIND_NUMBER[f"enter-{part}"]: part for part in ("data", "forward", "backward", "step", "collective")}
 
@@ -55,7 +57,7 @@ class SiteCosts:
     @contained
     def note(self) -> None:
         recorder = self._recorder
-        collectives = [[site, *row] for site, row in recorder.costs.items()]
+        collectives = [[site, *row[:2]] for site, row in recorder.costs.items() if not row[2]]
         saves = [[site, *row] for site, row in self._saves.items()]
         stacks = [
             [part, [list(line) for line in lines], n] for (part, lines), n in self._stacks.most_common(_MOST_STACKS)
@@ -64,6 +66,21 @@ class SiteCosts:
             recorder.log.note(
                 "site-costs", collectives=collectives, saves=saves, stacks=stacks, samples=self._stacks.total()
             )
+
+
+def add_cost(recorder: Recorder, site: int, seconds: float) -> None:
+    """Of a collective that has come back. What torch calls itself, as sharded models do, is no call of the script's."""
+    row = recorder.costs.get(site)
+    if row is None:
+        row = recorder.costs[site] = [0, 0.0, float(is_called_by_torch(sys._getframe(1)))]
+    row[0] += 1
+    row[1] += seconds
+
+
+def is_called_by_torch(frame: FrameType | None) -> bool:
+    while frame is not None and _PROBE in frame.f_code.co_filename:
+        frame = frame.f_back
+    return frame is not None and f"{os.sep}torch{os.sep}" in frame.f_code.co_filename
 
 
 def watch_site_costs(recorder: Recorder) -> None:

@@ -19,11 +19,13 @@ A training that is stopped early on purpose, or a periodic schedule; both are si
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Iterator
 
 from instep.diagnose.naming import short
 from instep.diagnose.rank_view import RankView
 from instep.diagnose.run_view import RunView
+from instep.diagnose.source import load
 from instep.records.event import Event
 from instep.records.finding import CallSite, Finding
 
@@ -34,7 +36,7 @@ TOLERANCE = 0.02
 
 def check(run: RunView) -> Iterator[Finding]:
     view = run.ranks[0] if run.ranks else None
-    newest = {row["number"]: row for row in view.named("schedule")} if view is not None else {}
+    newest = {row["schedule"]: row for row in view.named("schedule")} if view is not None else {}
     for row in newest.values():
         found = _stepped_often(run, row) or _laid_out_for_all(run, view, row)
         if found is not None and view is not None:
@@ -42,19 +44,14 @@ def check(run: RunView) -> Iterator[Finding]:
             return
 
 
-def _steps(row: Event) -> int:
-    """Optimizer steps while the schedule was in use; it is stepped after the first of them."""
-    return row["last_step"] - row["first_step"] + 1
-
-
 def _stepped_often(run: RunView, row: Event) -> tuple[str, str, str, str] | None:
     """Several steps of the schedule for one of the optimizer, which take it to its end before the training ends."""
-    steps, length = _steps(row), row["length"]
-    if steps < MIN_STEPS or length is None or row["calls"] < MANY * steps or length > row["calls"] / MANY * 1.05:
+    steps, calls, length = row["steps"], row["calls"], row["length"]
+    if steps < MIN_STEPS or calls < MANY * steps or length > calls / MANY * 1.05:
         return None
-    times = round(row["calls"] / steps)
-    title = f"the learning-rate schedule of {length} steps was stepped {row['calls']} times in {steps} optimizer steps"
-    if row["library"]:
+    times = round(calls / steps)
+    title = f"the learning-rate schedule of {length} steps was stepped {calls} times in {steps} optimizer steps"
+    if row["library"] and times == run.world_size:
         cause = f"The scheduler prepared by Accelerate steps {times} times per optimizer step, once for each process, and {{made}} lays it out for {length} steps: it is at its end after 1/{times} of the training."
         return (
             title,
@@ -62,21 +59,22 @@ def _stepped_often(run: RunView, row: Event) -> tuple[str, str, str, str] | None
             f"lay it out for {length} x {times} steps, by the length that the loader has before it is prepared",
             "made",
         )
-    cause = f"The line {{step}} runs {times} times for each optimizer step (for every micro-batch), so the schedule made at {{made}} passes its end early."
+    cause = f"{{step}} runs {times} times for each optimizer step (as for every micro-batch), so the schedule made at {{made}} passes its end early."
     return title, cause, "step the schedule once after each optimizer.step()", "step"
 
 
 def _laid_out_for_all(run: RunView, view: RankView | None, row: Event) -> tuple[str, str, str, str] | None:
     """Its length is that of all ranks' batches together, and it was stepped for this rank's share of them."""
-    calls, length = row["calls"], row["length"]
-    if view is None or view.exit_code != 0 or length is None or _steps(row) < MIN_STEPS or run.world_size < 2:
+    steps, length = row["steps"], row["length"]
+    if view is None or view.exit_code != 0 or steps < MIN_STEPS or run.world_size < 2:
         return None
-    if row["calls"] > 1.1 * _steps(row) or abs(length - calls * run.world_size) > TOLERANCE * length:
+    once = abs(row["calls"] - steps) <= 1 + TOLERANCE * steps
+    if not once or abs(length - (steps + 1) * run.world_size) > run.world_size + TOLERANCE * length:
         return None
     if not any(_is_whole_length(view, event, length) for event in view.named("loader")):
         return None
-    title = f"the learning-rate schedule is {length} steps long, and the training has {calls}"
-    cause = f"{{made}} counts the batches of the whole data set, which {run.world_size} ranks share: each takes {calls} steps, and the schedule stops at 1/{run.world_size} of its way."
+    title = f"the learning-rate schedule is {length} steps long, and the training has {steps + 1}"
+    cause = f"{{made}} counts the batches of the whole data set, which {run.world_size} ranks share, so that each takes 1/{run.world_size} of them: the schedule stops at 1/{run.world_size} of its way."
     return (
         title,
         cause,
@@ -95,7 +93,8 @@ def _is_whole_length(view: RankView, loader: Event, length: int) -> bool:
 
 
 def _finding(view: RankView, row: Event, title: str, cause: str, fix: str, at: str) -> Finding:
-    sites: dict[str, CallSite | None] = {"made": view.site(row["site"]), "step": view.site(row["step_site"])}
+    made = view.site(row["site"])
+    sites = {"made": made, "step": _stepped_at(made) or made}
     names = {word: short(site) for word, site in sites.items()}
     return Finding(
         id="numbers/schedule-length",
@@ -104,8 +103,20 @@ def _finding(view: RankView, row: Event, title: str, cause: str, fix: str, at: s
         fix=(f"{fix} ({names[at]})",),
         evidence=(
             view.cite(f"{row['kind']} made at {names['made']}: {row['length']} steps long"),
-            view.cite(f"stepped {row['calls']} times at {names['step']}, in {_steps(row)} optimizer steps"),
+            view.cite(f"stepped {row['calls']} times in {row['steps']} optimizer steps"),
         ),
         certainty="likely",
         where=sites[at],
     )
+
+
+def _stepped_at(made: CallSite | None) -> CallSite | None:
+    """The call of `step` of the variable (or attribute) that the schedule was assigned to."""
+    source = load(made.file) if made is not None else None
+    statement = source.statement_at(made.line) if source is not None and made is not None else None
+    targets = statement.targets if isinstance(statement, ast.Assign) else []
+    names = {ast.unparse(target).rpartition(".")[2] for target in targets}
+    calls = [node for node in ast.walk(source.tree) if isinstance(node, ast.Call)] if source is not None else []
+    found = [call for call in calls if isinstance(call.func, ast.Attribute) and call.func.attr == "step"]
+    own = [call for call in found if ast.unparse(call.func.value).rpartition(".")[2] in names]  # type: ignore[attr-defined]
+    return source.site(own[0]) if source is not None and own else None
