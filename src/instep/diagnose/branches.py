@@ -67,15 +67,21 @@ def _branch(source: Source, one: Position, two: Position, first: Frame, second: 
             others = [one_condition for one_condition, _ in conditions_of(source, other)]
             if condition in others and _same_side(source, condition, line, other):
                 continue
-            if source.depends_on_rank(test):
+            if source.depends_on_rank(test) and not _comes_after_a_loop(source, condition, other):
                 where = source.site(line if _holds(condition, line) else condition)  # a guard is where to look itself
                 return Fork("rank-branch", inner.rank, outer.rank, where, source.site(condition))
     for inner, outer, line, other in ((one, two, first.line, second.line), (two, one, second.line, first.line)):
         if _in_common_loop(source, line, other):
             for condition, _ in conditions_of(source, line):
-                if not _holds(condition, other):
+                if not _holds(condition, other) and not _comes_after_a_loop(source, condition, other):
                     return Fork("branch", inner.rank, outer.rank, source.site(condition), source.site(condition))
     return None
+
+
+def _comes_after_a_loop(source: Source, condition: ast.AST, other: int) -> bool:
+    """Whether the other rank is still in a loop that ends before the condition: the ways parted where it was left."""
+    loops = [loop for loop in source.loops_at(other) if (loop.end_lineno or loop.lineno) < condition.lineno]  # type: ignore[attr-defined]
+    return any(next(ways_out(source, loop), None) is not None for loop in loops)
 
 
 def _inside_call(inner: Position, outer: Position, parting: Frame) -> Fork | None:
@@ -154,8 +160,7 @@ def _left_loop(source: Source, one: Position, two: Position, first: Frame, secon
                     return Fork("loop-left", inner.rank, outer.rank, handler, handler, 1, source.site(loop))
                 if not ways:
                     return Fork("loop-left", inner.rank, outer.rank, source.site(loop), None, 0, source.site(loop))
-                chosen = next((way for way in ways if _LOCAL_VALUE.search(_text(source, way))), ways[0])
-                where, head = source.site(chosen), source.site(loop)
+                where, head = source.site(likeliest(source, ways)), source.site(loop)
                 return Fork("loop-left", inner.rank, outer.rank, where, where, len(ways), head)
     return None
 
@@ -170,6 +175,11 @@ def ways_out(source: Source, loop: Loop) -> Iterator[ast.AST]:
                 (one for one in source.ancestors(node) if isinstance(one, (ast.If, ast.Try)) or one is loop), loop
             )
             yield guard if isinstance(guard, ast.If) else node
+
+
+def likeliest(source: Source, ways: list[ast.AST]) -> ast.AST:
+    """Of several ways out of a loop one that looks at a value which each process has for itself, else the first."""
+    return next((way for way in ways if _LOCAL_VALUE.search(_text(source, way))), ways[0])
 
 
 def _belongs_to(source: Source, node: ast.AST, loop: Loop) -> bool:

@@ -11,6 +11,7 @@ from instep.diagnose.naming import short
 from instep.diagnose.pairing import Mispairing, find_mispairing
 from instep.diagnose.rank_view import ECHO, Position
 from instep.diagnose.run_view import RunView
+from instep.diagnose.stop_requests import StopRequest, find_stop_request
 from instep.diagnose.transfers import Transfer, find_transfers, has_partner
 from instep.records.event import Event
 from instep.records.finding import Evidence
@@ -30,6 +31,7 @@ class Hang:
     mispairing: Mispairing | None = None
     transfers: tuple[Transfer, ...] = ()
 
+    stop: StopRequest | None = None
 
 @cache
 def classify(run: RunView) -> Hang | None:
@@ -68,6 +70,10 @@ def classify(run: RunView) -> Hang | None:
     fork = _fork(waiting)
     if fork is not None and fork.loop is not None:
         uneven = find_uneven_lap(run, fork.loop.line)
+    stop = find_stop_request(run)
+    if stop is not None and waiting:
+        fork = Fork("loop-left", stop.others[0], stop.ranks[0], stop.where, stop.where)
+        return replace(base, kind="loop-left-early", fork=fork, stop=stop)
         if uneven is not None:
             return replace(base, kind="uneven-batches", uneven=uneven)
     if fork is not None:

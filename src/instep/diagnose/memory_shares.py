@@ -15,6 +15,8 @@ def cite_kinds(view: RankView) -> tuple[Evidence, ...]:
         return ()
     total = {key: sum(row[key] for row in first) for key in ("parameters", "gradients", "optimizer_state")}
     peak = max(row["peak"] for row in rows)
+    if rows[-1]["device"] == "cpu":  # at the end of the process it is known to the last byte
+        peak = max(peak, (view.failure or {}).get("peak_bytes") or 0)
     rest = peak - sum(total.values())
     parts = ", ".join(f"{name.replace('_', ' ')} {format_bytes(size)}" for name, size in total.items())
     what = "activations and the rest" if rows[-1]["device"] != "cpu" else "activations, data, Python and torch itself"

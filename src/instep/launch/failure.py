@@ -174,11 +174,12 @@ def _source_line(site: CallSite) -> str:
         return ""
 
 
-def keep_failures(group: GroupState, run_dir: RunDir) -> None:
-    """Leaves failure.json in the directory of every rank that did not end well."""
+def keep_failures(group: GroupState, run_dir: RunDir, memory: str | None = None) -> None:
+    """Leaves failure.json in the directory of every rank that did not end well. memory: the sentence of `explain_kill`."""
     for rank in group.failures:
         if not was_ended_by_us(group, rank):
             facts = {"exit_code": rank.exit_code, "ended_at": rank.ended_at, "peak_bytes": rank.peak_bytes}
+            facts |= {"memory": memory if rank.exit_code == -signal.SIGKILL else None}
             keep_json(run_dir.rank(rank.place.rank).failure, facts | {"error": rank.error, "restart": group.restart})
 
 

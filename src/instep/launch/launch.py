@@ -23,7 +23,7 @@ from instep.launch.group_state import AgentState, GroupState
 from instep.launch.link.sharing import Sharing
 from instep.launch.local import empty_store, make_placer, needs_agent, open_store, start_store
 from instep.launch.meeting import check_meeting, describe_waiting
-from instep.launch.memory_facts import read_memory_facts
+from instep.launch.memory_facts import explain_kill, read_memory_facts
 from instep.launch.spawn import Zygote, looks_like_training
 from instep.launch.watch import Hooks, Watch
 from instep.launch.worker_env import choose_threads, count_cores
@@ -107,10 +107,11 @@ def _conclude(group: GroupState, code: int, run_dir: RunDir, before: Any, say: S
         if stop.reason == "terminated":
             say("stopped by a signal from outside")
         return Outcome(code)
-    keep_failures(group, run_dir)
+    after = read_memory_facts()
+    keep_failures(group, run_dir, explain_kill(before, after))
     if group.agent is not None and group.agent.end == "failed" and first_guilty(group) is None:
         say(describe_agent_failure(group.agent.message))
-    crash = find_crash(group, run_dir, before, read_memory_facts())
+    crash = find_crash(group, run_dir, before, after)
     return Outcome(code, describe_failure(group, run_dir), crash)
 
 

@@ -16,6 +16,7 @@ from typing import Any
 from instep.launch.deadlock import may_be_served, read_snapshots
 from instep.launch.group_state import GroupState
 from instep.launch.judge_stall import Sight, Stall, judge
+from instep.launch.link.pairs import NodePairs
 from instep.launch.link.sharing import Sharing
 from instep.launch.pairing import PairWatch
 from instep.launch.process_facts import list_descendants, read_cpu_seconds, read_state, send_stack_signal
@@ -182,7 +183,13 @@ def watch_for_stalls(
         text, hopeless = watch.look(pids, time.monotonic(), sharing)
         if sharing is not None and sharing.stop_asked:
             return Verdict(stop=True)
-        if not text and (pairs.look(watch.pages()) or (sharing is not None and sharing.nodes.take_news())):
+        if sharing is not None and sharing.nodes.size > 1:
+            between_nodes[:] = between_nodes or [NodePairs(sharing.nodes)]
+            found = between_nodes[0].look(watch.pages(), time.monotonic()) or sharing.nodes.take_news()
+        else:
+            found = pairs.look(watch.pages())
+        if found and not text:
+    between_nodes: list[NodePairs] = []
             return Verdict(describe().text)
         stop = watch.just_declared and (hopeless or stops)
         if stop and sharing is not None:

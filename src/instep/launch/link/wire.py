@@ -17,7 +17,7 @@ from instep.records.run_dir import RankDir
 MOST_LINE_BYTES = 8 << 20
 MOST_FILE_BYTES = 4 << 20  # of a longer one only the end is sent; events come to some hundred kilobytes
 # The files of a rank that are sent, by the names that `RankDir` gives them.
-RANK_FILES = ("page", "events", "snapshot", "stacks", "failure", "crash")
+RANK_FILES = ("page", "events", "snapshot", "stacks", "failure", "crash", "mispaired_page")
 
 
 class Refused(Exception):

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 
 from instep.launch.probe.exits import note_raised
-from instep.launch.probe.nonfinite import note_nonfinite
+from instep.launch.probe.late_values import LateValues, at_end, can_send
+from instep.launch.probe.nonfinite import note_late_nonfinite, note_nonfinite, what_is_sent
 from instep.launch.probe.patching import replace
 from instep.launch.probe.recorder import Recorder, contained
 from instep.launch.probe.tokens import count_tokens
@@ -28,10 +29,24 @@ class Losses:
     def __init__(self) -> None:
         self.newest: deque[float] = deque(maxlen=30)
         self.noted = 0
+        self.late = LateValues()
+
+    def look_at_arrived(self, recorder: Recorder) -> None:
+        """Losses of a device, a step or more after their backward."""
+        for value, sent in self.late.arrived():
+            if math.isfinite(value):
+                self.newest.append(value)
+            elif self.noted < 3:
+                self.noted += note_late_nonfinite(recorder, value, sent, list(self.newest))
+
+    def send(self, recorder: Recorder, loss: torch.Tensor, site: int) -> None:
+        value, sent = what_is_sent(recorder, loss, site, keeps_batch=len(self.late) < 2)
+        self.late.send(value, sent)
 
 
 def watch_backward(recorder: Recorder) -> None:
     losses = Losses()
+    at_end(lambda: losses.look_at_arrived(recorder))
     replace(torch.autograd, "backward", lambda original: _wrap(recorder, losses, original))
 
 
@@ -74,8 +89,13 @@ def _enter(recorder: Recorder, losses: Losses, tensors: Any) -> tuple[int, float
 
 
 def _look_at_loss(recorder: Recorder, losses: Losses, loss: torch.Tensor, site: int) -> None:
-    if not loss.is_cpu or loss.numel() != 1 or losses.noted >= 3:
-        return  # reading a loss on a device would make the host wait for it
+    if loss.numel() != 1 or losses.noted >= 3:
+        return
+    if not loss.is_cpu:  # to read it now would make the host wait for the device
+        if can_send(loss):
+            losses.look_at_arrived(recorder)
+            losses.send(recorder, loss, site)
+        return
     value = loss.item()
     if isinstance(value, complex):
         return

@@ -289,6 +289,12 @@ def _end_lap(recorder: Recorder, lap: Lap, exhausted: bool) -> None:
     )
 
 
+def count_rows(batch: Any) -> int:
+    """Samples of a batch whose indices are not known: the length of its first tensor."""
+    tensor = next((one for _, one in tensors_in(batch) if one.dim()), None)
+    return tensor.shape[0] if tensor is not None else 0
+
+
 @contained
 def _fetched(recorder: Recorder, loaders: Loaders, iterator: Any, batch: Any, site: int, started: float) -> None:
     recorder.batches += 1
@@ -308,9 +314,10 @@ def _fetched(recorder: Recorder, loaders: Loaders, iterator: Any, batch: Any, si
     drawn = loaders.take_indices(iterator)
     if lap is not None:
         lap.samples += len(drawn)
+        if lap.seen is not None:
+            lap.seen.add(drawn)
     remember_batch(batch, drawn)
+    recorder.rows += len(drawn) or count_rows(batch)
     if (passes <= 3 and index <= _PRINTED) or index % 32 == 1:
         leaves = list(tensors_in(batch))[:4]
         recorder.print_batch(number, passes, index, [print_tensor(tensor) for _, tensor in leaves])
-        if lap.seen is not None:
-            lap.seen.add(drawn)

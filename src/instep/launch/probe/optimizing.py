@@ -13,8 +13,10 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from instep.launch.probe.fingerprints import Fingerprints
 from instep.launch.probe.gradients import look_at_gradients
+from instep.launch.probe.host_waits import HostWaits
 from instep.launch.probe.memory import look_for_kept_graphs
 from instep.launch.probe.memory_kinds import note_memory_kinds
+from instep.launch.probe.pace import Pace
 from instep.launch.probe.recorder import Recorder, contained
 from instep.launch.probe.wrapping import WRAPPERS, Wrapped
 from instep.records import recording as layout
@@ -29,7 +31,8 @@ _COLLECTIVE, _DELAYED = layout.SECONDS_OF.index("collective"), layout.SECONDS_OF
 class Optimizers:
     """Which wrapped models an optimizer updates, and the step that is open."""
 
-    def __init__(self) -> None:
+    def __init__(self, recorder: Recorder) -> None:
+        self.pace = Pace(recorder)
         self.owners: weakref.WeakKeyDictionary[Any, tuple[int, list[Wrapped]]] = weakref.WeakKeyDictionary()
         self.site = self.current = 0
         self.started = 0.0
@@ -58,15 +61,22 @@ class Optimizers:
             recorder.reset_seconds()
             waited = 0.0
             self.delayed, self.worked = read_run_delay(), time.thread_time()
+            self.pace.begin()
         else:
             recorder.spend(_TOTAL, now - self.last_end)
             recorder.spend(_STEPS, 1)
-            self.own += now - self.last_end - (waited - self.waited)
+            own = now - self.last_end - (waited - self.waited)
+            self.own += own
+            self.pace.add(own, self.last_end, self._delay_so_far)
             self.counted += 1
             if self.counted >= _BLOCK_STEPS and now >= self.next_block:
                 self._end_block(recorder)
                 self.next_block = now + _BLOCK_SECONDS
         self.last_end, self.waited = now, waited
+
+    def _delay_so_far(self) -> float:
+        """Since the block began: no less than that of the newest step."""
+        return read_run_delay() - self.delayed
 
     def _end_block(self, recorder: Recorder) -> None:
         """The rank's own time per step, without what it waited for a core: a busy machine is nobody's fault."""
@@ -89,13 +99,13 @@ def read_run_delay() -> float:
 
 
 def watch_optimizers(recorder: Recorder, fingerprints: Fingerprints) -> None:
-    optimizers = Optimizers()
+    optimizers, waits = Optimizers(recorder), HostWaits(recorder)
 
     def before(optimizer: Any, args: Any, kwargs: Any) -> None:
         _before(recorder, optimizers, optimizer)
 
     def after(optimizer: Any, args: Any, kwargs: Any) -> None:
-        _after(recorder, optimizers, fingerprints, optimizer)
+        _after(recorder, optimizers, fingerprints, waits, optimizer)
 
     register_optimizer_step_pre_hook(before)
     register_optimizer_step_post_hook(after)
@@ -170,7 +180,9 @@ def _catch_next_forward(recorder: Recorder, wrapped: Wrapped) -> None:
 
 
 @contained
-def _after(recorder: Recorder, optimizers: Optimizers, fingerprints: Fingerprints, optimizer: Any) -> None:
+def _after(
+    recorder: Recorder, optimizers: Optimizers, fingerprints: Fingerprints, waits: HostWaits, optimizer: Any
+) -> None:
     if optimizers.current != id(optimizer) or recorder.open_step not in (None, id(optimizer)):
         return  # None: a closure has run a backward meanwhile
     optimizers.current = 0
@@ -185,3 +197,4 @@ def _after(recorder: Recorder, optimizers: Optimizers, fingerprints: Fingerprint
     fingerprints.look(recorder.num_steps)
     look_for_kept_graphs(recorder)
     note_memory_kinds(recorder, optimizer)
+    waits.look(now)

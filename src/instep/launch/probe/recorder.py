@@ -10,6 +10,7 @@ import struct
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
@@ -35,15 +36,17 @@ class Recorder:
         self.main_thread = threading.main_thread().ident
         self.num_marks = self.num_steps = self.forwards = self.reduced = self.backwards = self.batches = self.calls = 0
         self.num_batch_prints = self.num_seeds = 0
+        self.rows = 0  # samples that data loaders have handed out
+        self.seen_lines: deque[tuple[float, str, int]] = deque(maxlen=64)  # by the watching thread, outside of waits
         self.turns = 0  # forwards through a wrapped model whose backward has to average
         self.depth = 0
         self.waits = False
-        self.has_sent = self.has_joined = False
-        self.open_step: int | None = None
-        self.given_address = (os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", ""))  # by the launcher
         self.kind = 0  # of the newest mark
         self.costs: dict[int, list[float]] = {}  # by line: collectives that the script called, and their seconds
         self.sample_stack: Callable[[FrameType | None], None] | None = None
+        self.has_sent = self.has_joined = False
+        self.open_step: int | None = None
+        self.given_address = (os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", ""))  # by the launcher
         self.replay_path: Path | None = None  # for the operation that makes the first bad number
         self.seconds = [0.0] * len(layout.SECONDS_OF)
         self._sequence: Callable[[], int] | None = None
@@ -128,10 +131,10 @@ class Recorder:
     def reset_seconds(self) -> None:
         """After the first steps, which are slower than the rest."""
         self.seconds = [0.0] * len(layout.SECONDS_OF)
+        self.costs.clear()
 
     def forget(self) -> None:
         """For a forked child, which is not this rank: it writes into memory of its own."""
-        self.costs.clear()
         self.page = bytearray(layout.PAGE_BYTES)
         self.log.forget()
 

@@ -69,17 +69,19 @@ class Watcher:
         elsewhere = frame is not None and not is_torchs(frame) and not flight.has_device_groups()
         layout.U64.pack_into(page, layout.ELSEWHERE, int(elsewhere))
         self._count_line(frame)
-
         if self._recorder.sample_stack is not None:
             self._recorder.sample_stack(frame)
     def _count_line(self, frame: FrameType | None) -> None:
+
         """Where the rank's own time goes, by the user's lines: samples taken while it is in no collective."""
         if self._recorder.waits or not self._recorder.num_steps:
             return
         while frame is not None and not is_users_file(frame.f_code.co_filename):
             frame = frame.f_back
         if frame is not None:
-            self._lines[(os.path.abspath(frame.f_code.co_filename), frame.f_lineno)] += 1
+            line = os.path.abspath(frame.f_code.co_filename), frame.f_lineno
+            self._lines[line] += 1
+            self._recorder.seen_lines.append((time.monotonic(), *line))
             if self._lines.total() % 200 == 0:
                 self._note_lines()
 

@@ -21,6 +21,7 @@ from instep.launch.probe.exits import note_raised
 from instep.launch.probe.patching import replace
 from instep.launch.probe.recorder import Recorder, contained
 from instep.launch.probe.sites import is_users_file
+from instep.launch.probe.stop_requests import watch_stop_requests
 from instep.launch.probe.tensor_prints import print_tensor, tensors_in
 from instep.launch.probe.unused import UsedParameters, watch_used
 from instep.records import recording as layout
@@ -93,8 +94,8 @@ class Wrappers:
 
 
 WRAPPERS = Wrappers()
-
 TRAFFIC: list[Callable[[torch.Tensor, int], None]] = []  # told of a collective's tensor before it starts, and of its line
+
 
 @contained
 def note_parameter_traffic(recorder: Recorder, tensor: torch.Tensor, site: int, operation: str) -> None:
@@ -103,9 +104,9 @@ def note_parameter_traffic(recorder: Recorder, tensor: torch.Tensor, site: int, 
     A tensor that is none of them counts when it is as large as a good part of them: a flat copy. States of generators,
     which training libraries broadcast, and results that are gathered do not.
     """
-    elements = tensor.numel()
     for follow in TRAFFIC:
         follow(tensor, site)
+    elements = tensor.numel()
     may_be_copy = tensor.is_floating_point() and "gather" not in operation
     for wrapped in WRAPPERS.all:
         if wrapped.averaged_by_hand or (elements not in wrapped.sizes and 4 * elements < wrapped.num_elements):
@@ -137,6 +138,7 @@ def _wrap_init(recorder: Recorder, original: Callable[..., Any]) -> Callable[...
         _note_model(recorder, site, module, kwargs, is_users_file(sys._getframe(1).f_code.co_filename))
         original(self, *args, **kwargs)
         _remember(recorder, self, site)
+        watch_stop_requests(recorder)
 
     return call
 

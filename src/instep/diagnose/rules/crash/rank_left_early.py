@@ -18,14 +18,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from instep.diagnose.branches import find_handler, ways_out
+from instep.diagnose.branches import find_handler, likeliest, ways_out
 from instep.diagnose.data_facts import find_uneven_lap, made_uneven_at
-from instep.diagnose.frames import Frame
 from instep.diagnose.naming import short
 from instep.diagnose.rank_view import RankView
 from instep.diagnose.rules.hang.uneven_batches import cite_counts, describe_counts
 from instep.diagnose.run_view import RunView
 from instep.diagnose.source import load
+from instep.diagnose.stop_requests import find_stop_request
 from instep.records.finding import CallSite, Finding
 
 
@@ -37,8 +37,10 @@ def check(run: RunView) -> Iterator[Finding]:
     first, victim = left[0], victims[0]
     uneven = find_uneven_lap(run)
     called = exit_site(first)
-    known = made_uneven_at(run, uneven) if uneven is not None else called
-    where = known or (None if uneven is not None else _way_out(victim))
+    stop = find_stop_request(run) if uneven is None else None
+    known = made_uneven_at(run, uneven) if uneven is not None else stop.where if stop is not None else called
+    guess, ways = (None, 0) if uneven is not None or known is not None else _way_out(victim)
+    where = known or guess
     frames = victim.main_frames
     title = (
         describe_counts(uneven)
@@ -49,13 +51,15 @@ def check(run: RunView) -> Iterator[Finding]:
         id="crash/rank-left-early",
         title=title,
         cause=f"{describe_end(first)} while rank {victim.rank} still needed it"
-        + (f" at {short(frames[0].site)}." if frames else "."),
+        + (f" at {short(frames[0].site)}." if frames else ".")
+        + (f" {stop.cause}" if stop is not None else ""),
         fix=(
-            "let every rank do the same number of steps",
-            _advise(where, certain=where is known),
+            stop.fix if stop is not None else "let every rank do the same number of steps",
+            _advise(where, ways),
         ),
         evidence=(
             *(cite_counts(run, uneven) if uneven else ()),
+            *(stop.cite(run) if stop is not None else ()),
             first.cite(f"rank {first.rank} ended after {first.num_steps} steps, without an error"),
             victim.cite(f"rank {victim.rank}: {(victim.error or {}).get('message', '')[:120]}", "failure.json"),
         ),
@@ -66,10 +70,13 @@ def check(run: RunView) -> Iterator[Finding]:
     )
 
 
-def _advise(where: CallSite | None, certain: bool) -> str:
+def _advise(where: CallSite | None, ways: int) -> str:
+    """ways: out of the loop in which the other rank still was; 0 where the line is known without looking for one."""
     if where is None:
         return "look at what decides about the end of the loop"
-    return f"change {short(where)}" if certain else f"look at {short(where)} first, a way out of the loop"
+    if ways > 1:
+        return f"look at the {ways} ways out of the loop, at {short(where)} first; which of them it took is not known"
+    return f"look at {short(where)}, the only way out of the loop before its end" if ways else f"change {short(where)}"
 
 
 def _ended_first(first: RankView, victim: RankView) -> bool:
@@ -97,19 +104,18 @@ def describe_end(view: RankView) -> str:
     return f"Rank {view.rank} {how}"
 
 
-def _way_out(victim: RankView) -> CallSite | None:
-    """What ends the loop in which the victim still was: a condition, or an exception that is caught around it."""
+def _way_out(victim: RankView) -> tuple[CallSite | None, int]:
+    """What ends the loop in which the victim still was: a condition, or an exception that is caught around it; and how
+    many such there are."""
     for frame in victim.main_frames:
         source = load(frame.file)
-        site = _way_out_of(frame) or (find_handler(source, frame.line, 0) if source is not None else None)
-        if site is not None:
-            return site
-    return None
-
-
-def _way_out_of(frame: Frame) -> CallSite | None:
-    source = load(frame.file)
-    for loop in source.loops_at(frame.line) if source else ():
-        for way in ways_out(source, loop):  # type: ignore[arg-type]
-            return source.site(way)  # type: ignore[union-attr]
-    return None
+        if source is None:
+            continue
+        for loop in source.loops_at(frame.line):
+            ways = list(ways_out(source, loop))
+            if ways:
+                return source.site(likeliest(source, ways)), len(ways)
+        handler = find_handler(source, frame.line, 0)
+        if handler is not None:
+            return handler, 1
+    return None, 0

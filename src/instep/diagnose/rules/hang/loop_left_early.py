@@ -18,9 +18,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from instep.diagnose.hang import cite_positions, classify, ranks_with
-from instep.diagnose.naming import short
+from instep.diagnose.hang import Hang, cite_positions, classify, ranks_with
+from instep.diagnose.naming import name_ranks, short
 from instep.diagnose.run_view import RunView
+from instep.diagnose.stop_requests import StopRequest
 from instep.records.finding import Finding
 
 
@@ -29,6 +30,9 @@ def check(run: RunView) -> Iterator[Finding]:
     if hang is None or hang.kind != "loop-left-early" or hang.fork is None:
         return
     fork = hang.fork
+    if hang.stop is not None:
+        yield _stopped_by_callback(run, hang, hang.stop)
+        return
     one_of = "" if fork.choices < 2 else f" (one of {fork.choices} ways out)"
     yield Finding(
         id="hang/loop-left-early",
@@ -40,5 +44,20 @@ def check(run: RunView) -> Iterator[Finding]:
         certainty="certain" if hang.proven else "likely",
         ranks=ranks_with(hang, fork.outside),
         where=fork.where,
+        explains=("hang/*", "numbers/*"),
+    )
+
+
+def _stopped_by_callback(run: RunView, hang: Hang, stop: StopRequest) -> Finding:
+    """The loop is a training library's: what decides about its end stands in a callback of the user's."""
+    return Finding(
+        id="hang/loop-left-early",
+        title=f"a callback stopped training on {name_ranks(stop.ranks)}, {name_ranks(stop.others)} still train{'s' * (len(stop.others) == 1)}",
+        cause=f"{stop.cause} The others wait for {name_ranks(stop.ranks)} in the loop.",
+        fix=(f"at {short(stop.where)} {stop.fix}",),
+        evidence=(*stop.cite(run), *cite_positions(run, hang.waiting + hang.outside)),
+        certainty="certain" if hang.proven else "likely",
+        ranks=stop.ranks,
+        where=stop.where,
         explains=("hang/*", "numbers/*"),
     )

@@ -22,6 +22,7 @@ from instep.diagnose.hang import cite_positions, classify
 from instep.diagnose.naming import name_ranks, short
 from instep.diagnose.rules.crash.rank_left_early import describe_end, exit_site
 from instep.diagnose.run_view import RunView
+from instep.diagnose.stop_requests import find_stop_request
 from instep.records.finding import Finding
 
 
@@ -31,18 +32,21 @@ def check(run: RunView) -> Iterator[Finding]:
         return
     ended = tuple(run.stall["ended"])
     first, waiting = run.by_rank[ended[0]], hang.waiting[0]
-    where = exit_site(first) or waiting.site
+    stop = find_stop_request(run)
+    where = stop.where if stop is not None else exit_site(first) or waiting.site
     yield Finding(
         id="hang/rank-left-early",
         title=f"{name_ranks(ended)} ended after {first.num_steps} steps, {name_ranks(one.rank for one in hang.waiting)} "
         f"wait{'s' if len(hang.waiting) == 1 else ''} in {waiting.operation} at {short(waiting.site)}",
-        cause=f"{describe_end(first)} while the others still needed it.",
+        cause=f"{describe_end(first)} while the others still needed it."
+        + (f" {stop.cause}" if stop is not None else ""),
         fix=(
-            "let every rank do the same number of steps",
+            stop.fix if stop is not None else "let every rank do the same number of steps",
             f"change {short(where)}" if where else "look at what decides about the end of the program",
         ),
         evidence=(
             first.cite(f"rank {first.rank} ended after {first.num_steps} steps, without an error"),
+            *(stop.cite(run) if stop is not None else ()),
             *cite_positions(run, hang.waiting),
         ),
         certainty="certain" if hang.proven else "likely",

@@ -11,7 +11,8 @@ Look for a function that is finite where its derivative is not: a square root, n
 that hides a NaN. Add a small number inside, as in `sqrt(x + 1e-8)`. When the gradients had grown before, clip them.
 
 ## When it is wrong
-Scripts that mend gradients in their optimizer. On a GPU gradients are not read, since that would make the host wait.
+Scripts that mend gradients in their optimizer. On a GPU a few elements of one parameter are read a step later, after the first 64 steps
+only now and then, so that the host need not wait: the step named is the first in which it was seen.
 """
 
 from __future__ import annotations
@@ -52,6 +53,8 @@ def check(run: RunView) -> Iterator[Finding]:
 
 def _cite(view: RankView, event: Event) -> Iterator[Evidence]:
     good = f"; good: {', '.join(event['good'][:4])}" if event["good"] else "; no gradient is finite"
+    if event.get("late"):
+        good = " (one parameter is looked at in a step on a device)"
     yield view.cite(f"step {event.step + 1}: not finite: {', '.join(event['bad'][:4])}{good}")
     sizes = ", ".join(f"{size:.3g}" for _, size in event["history"][-4:])
     if sizes:

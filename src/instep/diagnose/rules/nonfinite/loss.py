@@ -12,7 +12,8 @@ It depends on what is named: a bad sample, a logarithm or division at 0, overflo
 rate that is too high. The operation is kept with its inputs; `instep diagnose --replay RUN_DIR` does it again in wider precision.
 
 ## When it is wrong
-Infinite losses that a loss scaler skips are not reported. On a GPU the loss is not read, since that would make the host wait.
+Infinite losses that a loss scaler skips are not reported. On a GPU the loss is read a step later, so that the host need not wait: step,
+rank, samples and the losses before are known then, the operation is not.
 """
 
 from __future__ import annotations
@@ -168,6 +169,17 @@ def _bad_parameters(event: Event, here: CallSite | None) -> Reason | None:
 
 def _operation_fault(event: Event, here: CallSite | None) -> Reason:
     row = event["operation"]
+    if row is None and event.get("late"):
+        clean = "Its batch was finite. " if event["has_batch"] else ""
+        return Reason(
+            f"{clean}The loss lies on a device and was read when its step was over, so that the operation that made it is not known.",
+            (
+                "run the step again under torch.autograd.detect_anomaly()",
+                "or for a few steps on the CPU, where the operation is named",
+            ),
+            here,
+            "possible",
+        )
     if row is None:
         return Reason(
             "Batch and parameters were finite, so an operation in the forward or the loss made it.",
