@@ -176,6 +176,7 @@ def watch_for_stalls(
 ) -> Callable[[GroupState, float], Verdict | None]:
     """What the launcher's loop calls at every tick. stops: end the run at any stall, not only at a proven deadlock."""
     watch, pairs = StallWatch(run_dir, stall_after, describe), PairWatch(run_dir)
+    between_nodes: list[NodePairs] = []
 
     def on_tick(group: GroupState, _: float) -> Verdict | None:
         pids = {rank.place.rank: rank.pid if rank.alive else None for rank in group.ranks}
@@ -189,7 +190,6 @@ def watch_for_stalls(
         else:
             found = pairs.look(watch.pages())
         if found and not text:
-    between_nodes: list[NodePairs] = []
             return Verdict(describe().text)
         stop = watch.just_declared and (hopeless or stops)
         if stop and sharing is not None:

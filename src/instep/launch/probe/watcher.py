@@ -71,8 +71,8 @@ class Watcher:
         self._count_line(frame)
         if self._recorder.sample_stack is not None:
             self._recorder.sample_stack(frame)
-    def _count_line(self, frame: FrameType | None) -> None:
 
+    def _count_line(self, frame: FrameType | None) -> None:
         """Where the rank's own time goes, by the user's lines: samples taken while it is in no collective."""
         if self._recorder.waits or not self._recorder.num_steps:
             return

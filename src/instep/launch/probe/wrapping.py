@@ -94,7 +94,9 @@ class Wrappers:
 
 
 WRAPPERS = Wrappers()
-TRAFFIC: list[Callable[[torch.Tensor, int], None]] = []  # told of a collective's tensor before it starts, and of its line
+TRAFFIC: list[
+    Callable[[torch.Tensor, int], None]
+] = []  # told of a collective's tensor before it starts, and of its line
 
 
 @contained
