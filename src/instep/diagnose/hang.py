@@ -7,7 +7,6 @@ from functools import cache
 
 from instep.diagnose.branches import Fork, compare
 from instep.diagnose.data_facts import UnevenLap, find_uneven_lap
-from instep.diagnose.model_facts import find_past_wrapper
 from instep.diagnose.naming import short
 from instep.diagnose.pairing import Mispairing, find_mispairing
 from instep.diagnose.rank_view import ECHO, Position
@@ -53,8 +52,6 @@ def classify(run: RunView) -> Hang | None:
     error = find_swallowed(run)
     if error is not None:
         return replace(base, kind="error-swallowed", error=error)
-    if find_past_wrapper(run):
-        return replace(base, kind="past-wrapper")
     threads = find_threaded(run)
     if threads is not None:
         return replace(base, kind="collectives-in-threads", threads=threads)
