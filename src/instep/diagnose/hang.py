@@ -12,7 +12,6 @@ from instep.diagnose.pairing import Mispairing, find_mispairing
 from instep.diagnose.rank_view import ECHO, Position
 from instep.diagnose.run_view import RunView
 from instep.diagnose.stop_requests import StopRequest, find_stop_request
-from instep.diagnose.threads import Threaded, find_threaded
 from instep.diagnose.transfers import Transfer, find_transfers, has_partner
 from instep.records.event import Event
 from instep.records.finding import Evidence
@@ -32,13 +31,12 @@ class Hang:
     mispairing: Mispairing | None = None
     transfers: tuple[Transfer, ...] = ()
     stop: StopRequest | None = None
-    threads: Threaded | None = None
 
 
 @cache
 def classify(run: RunView) -> Hang | None:
     """The stall of this run, or None when it is not stalled."""
-    if run.stall is None or not run.positions or any(view.uncaught is not None for view in run.ranks):
+    if run.stall is None or not run.positions:
         return None
     seen = {*run.stall["waiting"], *run.stall["outside"]}
     is_waiting = {one.rank: one.waits or one.rank in run.stall["waiting"] for one in run.positions}
@@ -52,9 +50,6 @@ def classify(run: RunView) -> Hang | None:
     error = find_swallowed(run)
     if error is not None:
         return replace(base, kind="error-swallowed", error=error)
-    threads = find_threaded(run)
-    if threads is not None:
-        return replace(base, kind="collectives-in-threads", threads=threads)
     mispairing = find_mispairing(run)
     if mispairing is not None and mispairing.sizes_differ:
         return replace(base, kind="different-sizes", mispairing=mispairing)
@@ -76,7 +71,7 @@ def classify(run: RunView) -> Hang | None:
     if stop is not None and waiting:
         fork = Fork("loop-left", stop.others[0], stop.ranks[0], stop.where, stop.where)
         return replace(base, kind="loop-left-early", fork=fork, stop=stop)
-    fork = _fork(waiting)
+    fork = find_fork(waiting)
     if fork is not None and fork.loop is not None:
         uneven = find_uneven_lap(run, fork.loop.line)
         if uneven is not None:
