@@ -71,7 +71,7 @@ def classify(run: RunView) -> Hang | None:
     if stop is not None and waiting:
         fork = Fork("loop-left", stop.others[0], stop.ranks[0], stop.where, stop.where)
         return replace(base, kind="loop-left-early", fork=fork, stop=stop)
-    fork = find_fork(waiting)
+    fork = _fork(waiting)
     if fork is not None and fork.loop is not None:
         uneven = find_uneven_lap(run, fork.loop.line)
         if uneven is not None:
