@@ -52,7 +52,8 @@ class Holders:
         own = sys._getframe(0)
         found: list[tuple[Any, Held]] = []
         for one in gc.get_objects():
-            if isinstance(one, _CONTAINERS) and len(one) >= _MIN_ITEMS and one is not own and _holds_tensors(one):
+            # By type: `isinstance` asks an object for its class, and some answer with a warning.
+            if issubclass(type(one), _CONTAINERS) and len(one) >= _MIN_ITEMS and one is not own and _holds_tensors(one):
                 found.append((one, _weigh(one)))
         return [(one, held) for one, held in found if held.tensors >= _MIN_ITEMS]
 
@@ -102,21 +103,31 @@ def _named_in(referrer: Any, container: Any) -> Place | None:
         if module is not None:
             names = [name for name, value in referrer.items() if value is container]
             return Place(os.path.abspath(module.__file__ or ""), module.__name__, names[0]) if names else None
-        owners = [one for one in gc.get_referrers(referrer) if getattr(one, "__dict__", None) is referrer]
+        owners = [
+            one
+            for one in gc.get_referrers(referrer)
+            if _file_of(type(one)) and getattr(one, "__dict__", None) is referrer
+        ]
         return _attribute(owners[0], container) if owners else None
     if isinstance(referrer, CellType):
         return _closed_over(referrer)
     return _attribute(referrer, container)
 
 
+def _file_of(kind: type) -> str | None:
+    """The script's file in which a class stands."""
+    file = getattr(sys.modules.get(kind.__module__), "__file__", None)
+    return os.path.abspath(file) if file is not None and is_users_file(file) else None
+
+
 def _attribute(owner: Any, container: Any) -> Place | None:
     kind = type(owner)
-    file = getattr(sys.modules.get(kind.__module__), "__file__", None)
-    members = getattr(owner, "__dict__", None)
-    if file is None or not is_users_file(file) or not isinstance(members, dict) or isinstance(owner, ModuleType):
+    file = _file_of(kind)
+    members = getattr(owner, "__dict__", None) if file is not None else None
+    if file is None or not isinstance(members, dict):
         return None
     names = [name for name, value in members.items() if value is container]
-    return Place(os.path.abspath(file), kind.__name__, f"{kind.__name__}.{names[0]}") if names else None
+    return Place(file, kind.__name__, f"{kind.__name__}.{names[0]}") if names else None
 
 
 def _closed_over(cell: CellType) -> Place | None:

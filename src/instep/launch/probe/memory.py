@@ -195,8 +195,8 @@ def _kept_in(name: str, value: Any, depth: int) -> list[tuple[str, int]]:
         return [(name, own), *_kept_in(name, graphs[-1], 2)] if own > 3 else inner
     module = sys.modules.get(type(value).__module__)
     file = getattr(module, "__file__", None) or ""
-    if depth == 0 and is_users_file(file) and hasattr(value, "__dict__") and not isinstance(value, torch.nn.Module):
-        return [row for key, item in list(vars(value).items())[:50] for row in _kept_in(f"{name}.{key}", item, 1)]
+    if depth < 2 and is_users_file(file) and hasattr(value, "__dict__") and not isinstance(value, torch.nn.Module):
+        return [row for key, item in list(vars(value).items())[:50] for row in _kept_in(f"{name}.{key}", item, depth + 1)]
     return []
 
 

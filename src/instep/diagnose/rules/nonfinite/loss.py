@@ -24,13 +24,16 @@ from dataclasses import dataclass
 
 from instep.diagnose.naming import short
 from instep.diagnose.nonfinite_source import find_operation, find_rate
+from instep.diagnose.rank_view import RankView
 from instep.diagnose.run_view import RunView
+from instep.records import recording as layout
 from instep.records.event import Event
 from instep.records.finding import CallSite, Certainty, Finding
 
 GROWTH = 100.0  # a loss that has grown so much over its smallest recent value has diverged
 RAISED, RAISED_STEPS = 10.0, 4  # so many steps of a loss above so many times the smallest: it did not come at once
 HUGE = 1e12  # no activation of a healthy model is so large
+_FROM_OUTSIDE = "the result of what comes before"  # an input that no operation of the graph has made
 EXPLODED = 100.0  # a gradient so many times larger than usual
 
 
@@ -48,7 +51,7 @@ def check(run: RunView) -> Iterator[Finding]:
         return
     _, view, event = min(found, key=lambda row: (row[2].step, row[0]))
     here = view.site(event["site"])
-    reason = explain(event, here)
+    reason = explain(event, here, find_forward(view, event.time))
     alone = len({one.rank for _, one, other in found if other.step == event.step}) == 1
     kept = view.named("replay-kept")
     yield Finding(
@@ -78,11 +81,18 @@ def _operation(event: Event) -> str:
     return f"{row['name']} {row['place']}: {row['why']}".replace("  ", " ")
 
 
-def explain(event: Event, here: CallSite | None) -> Reason:
-    """From what is proven by the values themselves to what the steps before suggest."""
+def find_forward(view: RankView, before: float) -> CallSite | None:
+    """Where the wrapped model was called with gradients, the last time before a moment."""
+    calls = [mark for mark in view.marks if mark.kind == "enter-forward" and mark.when < before]
+    trained = [mark for mark in calls if not mark.flags & layout.NO_GRAD]
+    return view.site(trained[-1].site) if trained else None
+
+
+def explain(event: Event, here: CallSite | None, called: CallSite | None = None) -> Reason:
+    """From what is proven by the values themselves to what the steps before suggest. called: the line of the forward."""
     proven = _bad_batch(event, here) or _overflow(event, here)
     history = proven or diverged(event, here) or _grown(event, here)
-    return history or _bad_parameters(event, here) or _operation_fault(event, here)
+    return history or _bad_parameters(event, here) or _handed_over(event, called) or _operation_fault(event, here)
 
 
 def _bad_batch(event: Event, here: CallSite | None) -> Reason | None:
@@ -164,6 +174,20 @@ def _bad_parameters(event: Event, here: CallSite | None) -> Reason | None:
         f"Parameters were not finite before this step: {', '.join(event['parameters'][:3])}. A gradient of the step before was not.",
         ("clip gradients, and look for a square root or norm whose derivative is infinite at 0",),
         here,
+    )
+
+
+def _handed_over(event: Event, called: CallSite | None) -> Reason | None:
+    """The model's own input was bad: neither the batch that came from the loader, nor any operation with a graph."""
+    row = event["operation"]
+    if row is None or row["certain"] or _FROM_OUTSIDE not in row["why"] or called is None or not event["has_batch"]:
+        return None
+    return Reason(
+        f"The model at {short(called)} was handed values that are not finite, while the batch of the data loader was finite: they arise in between.",
+        (
+            f"look at what the script does to the batch before {short(called)}: a standard deviation of a single sample, a division, a logarithm",
+        ),
+        called,
     )
 
 
