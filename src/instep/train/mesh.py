@@ -114,9 +114,10 @@ def _division(keys: Sequence[tuple[int, ...]]) -> list[list[int]]:
     return list(parts.values())
 
 
-def build_mesh(split: Parallel, world: World) -> DeviceMesh:
-    """The axes above 1 by name; "shard" alone where nothing is split. Every rank must call it."""
-    used = {axis: degree for axis, degree in degrees(split).items() if degree > 1} or {"shard": 1}
+def build_mesh(split: Parallel, world: World, *, keep_shard: bool = False) -> DeviceMesh:
+    """The axes above 1 by name, and "shard" where nothing is split, or where asked for. Every rank must call it."""
+    kept = "shard" if keep_shard else ""
+    used = {axis: degree for axis, degree in degrees(split).items() if degree > 1 or axis == kept} or {"shard": 1}
     assert math.prod(used.values()) == world.size
     return init_device_mesh(world.device.type, tuple(used.values()), mesh_dim_names=tuple(used))
 

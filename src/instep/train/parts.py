@@ -33,6 +33,11 @@ class Given:
     options: BlockOptions
 
     @property
+    def is_sharded(self) -> bool:
+        """Whether FSDP2 holds the parameters: over several ranks, or to keep those of a stage on the host."""
+        return self.split.shard != 1 or (self.options.offload and self.split.pipeline != 1)
+
+    @property
     def returned(self) -> Any:
         """The same objects, as many as were given."""
         parts = tuple(part for part in (self.model, self.optimizer, self.scheduler) if part is not None)

@@ -20,6 +20,7 @@ from instep.train.techniques.block_options import BlockOptions, change_blocks
 from instep.train.techniques.offload import check_host_memory, check_offload, choose_policy
 from instep.train.techniques.pipeline.share_out import (
     Share,
+    advise_on_slots,
     check_pipeline,
     choose_cut,
     make_pipeline,
@@ -61,7 +62,7 @@ def prepare_parts(
 def _check(run: Run, given: Given) -> None:
     """Raises UsageError for arguments that cannot be, RanksDisagree for ranks with different ones. Every rank must call it."""
     check_every(given.every)
-    _check_split(run, given.split, given.options)
+    _check_split(run, given)
     take_up_split(run, given.split)
     check_scheduler(given.scheduler, given.optimizer)
     check_plain(given.model)
@@ -80,9 +81,9 @@ def _take_model(run: Run, given: Given, name: str) -> None:
         _check_sync_batch_norm(run)
     if options.offload:
         check_offload(given.asked)
-        if split.shard != 1:
+        if given.is_sharded:
             check_host_memory(model, given.optimizer, split, world)
-    on_host = (options.offload and split.shard != 1) or split.pipeline != 1
+    on_host = (options.offload and given.is_sharded) or split.pipeline != 1
     run._hooks += prepare_model(model, world, run._group, run._dtype, name, on_host=on_host)
     if given.sync_batch_norm:
         convert_sync_batch_norm(model, run._grid.data.new_group())
@@ -97,7 +98,7 @@ def _split_model(run: Run, given: Given, share: Share | None) -> None:
     """Layers first, then blocks, then what is left of each block. share: of a model that is cut into stages."""
     model, split, world = given.model, given.split, run._entered()
     before = dict(model.named_parameters())
-    mesh = build_mesh(split, world) if split.shard != 1 or split.tensor != 1 else None
+    mesh = build_mesh(split, world, keep_shard=given.is_sharded) if given.is_sharded or split.tensor != 1 else None
     if split.tensor != 1:
         assert mesh is not None
         split_layers(model, mesh["tensor"], split, run._observer.say)
@@ -106,7 +107,7 @@ def _split_model(run: Run, given: Given, share: Share | None) -> None:
     change_blocks(model, given.options, world.device)
     if share is not None:
         run._pipelines.append(make_pipeline(model, share, split, run._dtype))
-    if split.shard != 1:
+    if given.is_sharded:
         assert mesh is not None
         _shard(run, given, data_mesh(mesh), is_cut=share is not None)
     if mesh is not None and given.optimizer is not None:
@@ -114,10 +115,12 @@ def _split_model(run: Run, given: Given, share: Share | None) -> None:
 
 
 def _shard(run: Run, given: Given, mesh: DeviceMesh, *, is_cut: bool) -> None:
+    policy = choose_policy(given.options.offload, run.device)
     if is_cut:
-        shard_stages(run._pipelines[-1], mesh)
+        choice = shard_stages(run._pipelines[-1], mesh, run._grid.data, policy, given.split)
+        if choice is not None:
+            run._observer.say(str(choice))
     else:
-        policy = choose_policy(given.options.offload, run.device)
         shard_parameters(given.model, mesh, gathered=given.split.gathered, policy=policy)
         run._is_sharded, run._first_reference = True, run._arguments.micro_batch
     run._hooks.append(choose_traffic(given.model, given.split, run._entered(), run._observer.say))
@@ -125,24 +128,27 @@ def _shard(run: Run, given: Given, mesh: DeviceMesh, *, is_cut: bool) -> None:
 
 def _share_out(run: Run, given: Given) -> Share:
     run._first_reference = run._arguments.micro_batch
-    share = share_out(given.model, given.optimizer, given.split, run._grid)
+    share = share_out(given.model, given.optimizer, given.split, run._grid, offload=given.options.offload)
     choice = choose_cut(given.model, share, given.split, len(run._slots.local))
     if choice is not None:
         run._observer.say(str(choice))
+    advice = advise_on_slots(run._slots, share.world.size)
+    if advice is not None:
+        run._observer.say(advice)
     return share
 
 
 # -- what goes together
 
 
-def _check_split(run: Run, split: Parallel, options: BlockOptions) -> None:
+def _check_split(run: Run, given: Given) -> None:
     """Raises UsageError for arguments of Run that an axis of the split cannot keep."""
-    if split.shard != 1:
+    if given.is_sharded:
         check_shardable(run._arguments)
-    if split.tensor != 1:
-        check_splittable(run._arguments, compiled=options.compile)
-    if split.pipeline != 1:
-        check_pipeline(run._arguments, split, options)
+    if given.split.tensor != 1:
+        check_splittable(run._arguments, compiled=given.options.compile)
+    if given.split.pipeline != 1:
+        check_pipeline(run._arguments, given.split, given.options)
 
 
 def _check_sync_batch_norm(run: Run) -> None:

@@ -40,6 +40,7 @@ class AllRows:
         self._run, self._step, self._fn = run, step, fn
         self._number = step._pass
         self._counts: list[int] = []  # rows of each micro-batch of this rank
+        self._gives_tuple = False
         self._start = 0  # the first row of this rank among all
         self.has_first = False
         self.num_samples = 0
@@ -49,18 +50,16 @@ class AllRows:
 
     def gather(self, batches: Iterable[MicroBatch]) -> Any:
         """fn's rows of all ranks, in sample order. Every rank must call it."""
-        data, is_tuple = self._run._grid.data, False
+        data = self._run._grid.data
         local: list[tuple[Tensor, ...]] = []
         with torch.no_grad():
             for batch in batches:
-                result = self._run_fn(batch)
+                local.append(self.run_fn(batch))
                 self._run._buffers.end()
-                is_tuple = isinstance(result, tuple)
-                local.append(_as_tuple(result))
         self._counts = [rows[0].shape[0] for rows in local]
         parts = [torch.cat(column) for column in zip(*local)]
         shapes = [(part.shape, part.dtype) for part in parts]
-        mine = is_tuple, sum(batch.num_samples for batch in batches), shapes
+        mine = self._gives_tuple, sum(batch.num_samples for batch in batches), shapes
         flags, samples, everyone = zip(*data.gather_objects(mine, f"step.all_rows of step {self._step.index}"))
         columns = _check_shapes(everyone)
         self.num_samples = sum(samples)
@@ -84,10 +83,14 @@ class AllRows:
 
     def pairs(self, position: int, batch: MicroBatch, factor: float) -> list[tuple[Tensor, Tensor]]:
         """The rows of a micro-batch, made again with a graph, and their gradients times `factor`."""
-        assert self.gradients is not None
         with torch.enable_grad():
-            rows = _as_tuple(self._run_fn(batch))
+            rows = self.run_fn(batch)
         self._run._buffers.discard()
+        return self.pair(position, rows, factor)
+
+    def pair(self, position: int, rows: Sequence[Tensor], factor: float) -> list[tuple[Tensor, Tensor]]:
+        """Those of the rows that have a graph, with their gradients times `factor`."""
+        assert self.gradients is not None
         begin = self._start + sum(self._counts[:position])
         end = begin + self._counts[position]
         given = [(row, gradient) for row, gradient in zip(rows, self.gradients) if gradient is not None]
@@ -97,11 +100,17 @@ class AllRows:
         self.gradients, self._was_sent = None, True
         self._step._current = None
 
-    def _run_fn(self, batch: MicroBatch) -> Any:
+    def run_fn(self, batch: MicroBatch) -> tuple[Tensor, ...]:
+        """The rows of a micro-batch, with its random numbers."""
         self._step._current = batch
         seeds.set_generators(seeds.FORWARD, self._run._seed, self._step.index, self._number, batch.slot)
         self._run._buffers.begin(batch.slot)
-        return _call(self._fn, batch.data)
+        return self.make(batch.data)
+
+    def make(self, data: Any) -> tuple[Tensor, ...]:
+        rows = call_fn(self._fn, data)
+        self._gives_tuple |= isinstance(rows, tuple)
+        return _as_tuple(rows)
 
     def _gather_column(self, parts: list[Tensor], everyone: Sequence[Shapes], column: int) -> Tensor:
         data = self._run._grid.data
@@ -148,7 +157,7 @@ def backward_rows(
     torch.autograd.backward takes them.
     """
     waiting = [call for call in calls if call.gradients is not None]
-    with _statistics_kept(run):
+    with statistics_kept(run):
         for position, batch in enumerate(batches if waiting else ()):
             pairs = [pair for call in waiting for pair in call.pairs(position, batch, factor)]
             with around(position, batch):
@@ -160,7 +169,7 @@ def backward_rows(
 
 
 @contextmanager
-def _statistics_kept(run: Run) -> Iterator[None]:
+def statistics_kept(run: Run) -> Iterator[None]:
     """A micro-batch that runs again must not count twice in running statistics, which `Buffers` sees to where it is on."""
     kept = [] if run._buffers.is_active else [(b, b.clone()) for model in run._models for b in model.buffers()]
     yield
@@ -195,7 +204,7 @@ def _as_tuple(rows: Any) -> tuple[Tensor, ...]:
     return found
 
 
-def _call(fn: Callable[..., Any], data: Any) -> Any:
+def call_fn(fn: Callable[..., Any], data: Any) -> Any:
     """Calls fn with the micro-batch, unpacked when fn takes several arguments."""
     if isinstance(data, (tuple, list)) and _takes(fn) == len(data) and len(data) > 1:
         return fn(*data)

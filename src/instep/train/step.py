@@ -25,6 +25,7 @@ from instep.train.reduce.words import Table, number_call
 from instep.train.rows import AllRows, backward_rows
 from instep.train.step_checks import check_backward, check_first_update, check_loss, check_place, is_unreached
 from instep.train.step_end import after_update, finish_step, note_finite
+from instep.train.techniques.pipeline.rows_pass import backward_in_stages, begin_rows
 from instep.train.techniques.pipeline.train_pass import find_pipeline, train_pass
 from instep.train.update import (
     Trained,
@@ -148,7 +149,10 @@ class Step:
             self._run_backward(loss if factor == 1.0 else loss * factor, inputs)
             # Each rank adds its own rows' share to a sum of which the mean over ranks is taken.
             share = float(run._grid.data.size)
-            backward_rows(run, self._rows, self._batches, share, inputs, lambda *_: nullcontext())
+            if run._pipelines:
+                backward_in_stages(run, self, share, chosen)
+            else:
+                backward_rows(run, self._rows, self._batches, share, inputs, lambda *_: nullcontext())
         finally:
             for trained in chosen:
                 trained.reducer.leave_backward()
@@ -226,7 +230,7 @@ class Step:
         if self._run._is_sharded:
             raise UsageError("step.all_rows does not reach sharded models yet: train with parallel='ddp'.")
         if self._run._pipelines:
-            raise UsageError("step.all_rows does not reach the stages of a pipeline: train with parallel='ddp'.")
+            fn = begin_rows(self._run, fn)
         self._begin_pass()
         try:
             self._rows.append(AllRows(self._run, self, fn))

@@ -16,6 +16,7 @@ from instep.train.reduce.choose import choose_reducer, choose_transport
 from instep.train.reduce.local_reducer import LocalReducer
 from instep.train.reduce.reducer import Reducer
 from instep.train.reduce.shard_reducer import ShardReducer
+from instep.train.reduce.spread import choose_spread
 from instep.train.reduce.stage_reducer import StageReducer
 from instep.train.reduce.stage_shard_reducer import StageShardReducer
 from instep.train.skips import Skips
@@ -39,7 +40,8 @@ def take_optimizer(run: Run, given: Given, name: str) -> Trained:
     reducer = _make_reducer(run, given.model, parameters, given.split)
     trained = Trained(optimizer, reducer, parameters, Skips(run._observer.say, run._loss_scale.enabled))
     if given.split.share_optimizer and run._grid.data.size > 1:
-        trained.shares = OptimizerShares(run._grid.data, parameters)
+        spread = choose_spread(reducer.transport, run._grid.data)
+        trained.shares = OptimizerShares(run._grid.data, parameters, spread)
         trained.shares.drop_others(optimizer)
     trained.guard_step()
     trained.guard_zero_grad()
@@ -107,5 +109,5 @@ def _make_stage_reducer(
     if pipeline.sharded is not None:
         assert split.replicate is not None
         return StageShardReducer(pipeline.sharded, parameters, run._grid, split.replicate, pipeline.tied)
-    transport = choose_transport(None, False, run._grid.data, run._observer.say)
+    transport = choose_transport(run._arguments.compress, False, run._grid.data, run._observer.say)
     return StageReducer(parameters, run._grid, transport, pipeline.tied)

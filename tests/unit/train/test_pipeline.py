@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import random
 import re
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch.distributed.pipelining.schedules import get_schedule_class
@@ -12,11 +14,15 @@ from torch.distributed.pipelining.schedules import get_schedule_class
 import instep
 from instep.records.parallel import Parallel, read_parallel
 from instep.records.schedules import SCHEDULES
+from instep.train.seeds import get_generators, set_generators
+from instep.train.slots import Slots
 from instep.train.techniques.block_options import BlockOptions
 from instep.train.techniques.pipeline.carry import for_split_backward, pack
+from instep.train.techniques.pipeline.generators import NUMPY, PYTHON, TORCH, find_drawn, read_states, write_states
 from instep.train.techniques.pipeline.last_stage import Result
+from instep.train.techniques.pipeline.lockstep import Passes, plan_passes
 from instep.train.techniques.pipeline.schedule import busy_share, choose_schedule, place_stages
-from instep.train.techniques.pipeline.share_out import check_pipeline
+from instep.train.techniques.pipeline.share_out import advise_on_slots, check_pipeline
 from instep.train.techniques.pipeline.trace import Carried
 
 
@@ -56,6 +62,24 @@ def test_more_micro_batches_keep_ranks_busier() -> None:
     assert busy_share(4, 2, 12) > busy_share(4, 1, 12)
 
 
+@pytest.mark.parametrize(
+    ("slots", "text"),
+    [
+        (Slots(32, 8, 0, 1), None),
+        (
+            Slots(36, 18, 1, 2),
+            "1 micro-batch per step for the 4 ranks of a pipeline: micro_batch=4 would give each one to work on",
+        ),
+        (
+            Slots(3, 1, 0, 1),
+            "3 micro-batches per step for the 4 ranks of a pipeline: a global batch of 4 or more would give each one to work on",
+        ),
+    ],
+)
+def test_too_few_micro_batches_are_said_with_what_fits(slots: Slots, text: str | None) -> None:
+    assert advise_on_slots(slots, 4) == text
+
+
 def test_a_result_goes_over_ranks_as_numbers() -> None:
     result = Result(3, torch.tensor(0.5), True)
     assert Result.of(result.numbers()) == Result(3.0, 0.5, True)
@@ -66,11 +90,48 @@ def test_a_result_goes_over_ranks_as_numbers() -> None:
 def test_activations_are_sent_as_planned() -> None:
     planned = [Carried((2, 3), torch.float32, True)]
     tensor = torch.randn(3, 2, requires_grad=True)
-    (sent,) = pack([tensor.T], planned, False, torch.device("cpu"))
+    (sent,) = pack([tensor.T], planned, (), torch.device("cpu"))
     assert sent.is_contiguous()
     assert not sent._is_view()  # torch's zero-bubble schedules detach it in place
     with pytest.raises(instep.UsageError, match=r"^a stage of the pipeline gave a tensor of shape \(3, 2\) and type"):
-        pack([tensor], planned, False, torch.device("cpu"))
+        pack([tensor], planned, (), torch.device("cpu"))
+
+
+def test_generators_go_on_where_the_stage_before_stopped() -> None:
+    def draw() -> list[float]:
+        return [random.gauss(0, 1), float(numpy.random.randn()), float(torch.randn(()))]
+
+    set_generators(1)
+    draw()  # normal numbers come in pairs, of which the second is kept
+    states = read_states((TORCH, PYTHON, NUMPY), torch.device("cpu"))
+    expected = [draw(), draw()]
+    set_generators(2)
+    write_states((TORCH, PYTHON, NUMPY), states)
+    assert [draw(), draw()] == expected
+    assert read_states((PYTHON,), torch.device("cpu")).numel() < states.numel()
+
+
+def test_only_generators_that_were_drawn_from_are_sent() -> None:
+    before = get_generators()
+    assert find_drawn(before, get_generators()) == ()
+    random.random()
+    assert find_drawn(before, get_generators()) == (PYTHON,)
+    numpy.random.rand()
+    assert find_drawn(before, get_generators()) == (PYTHON, NUMPY)
+
+
+@pytest.mark.parametrize(
+    ("everyone", "expected"),
+    [
+        ([([4], False), ([4], False)], Passes()),
+        ([([3, 1], True), ([3, 1], True)], Passes()),
+        ([([4], False), ([3, 1], False)], Passes(turns=4)),
+        ([([4], True), ([2], True), ([], True)], Passes(turns=4)),
+        ([([1], False), ([], False)], Passes(is_whole=True)),
+    ],
+)
+def test_ranks_that_share_a_stage_run_blocks_in_one_order(everyone: Any, expected: Passes) -> None:
+    assert plan_passes(everyone) == expected
 
 
 def test_zero_bubble_schedules_get_gradients_for_every_activation() -> None:
@@ -87,12 +148,11 @@ def test_zero_bubble_schedules_get_gradients_for_every_activation() -> None:
             "1f1b",
             "exact=True adds gradients in an order of its own and goes with parallel='ddp' only.",
         ),
-        ({"compress": "bf16"}, {}, "1f1b", "compress='bf16' does not reach the stages of a pipeline and goes with"),
         (
+            {"compress": "powersgd"},
             {},
-            {"offload": True},
             "1f1b",
-            "offload=True does not reach the stages of a pipeline yet. Leave one of them out.",
+            "compress='powersgd' keeps what it left out of a model's gradients and goes",
         ),
         (
             {},

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import random
 import re
+from functools import partial
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import Tensor, nn
 
 import instep
+from instep.train.seeds import set_generators
 from instep.train.techniques.pipeline.cut import Cuts, cut_model
+from instep.train.techniques.pipeline.generators import read_states, write_states
 from instep.train.techniques.pipeline.pieces import Pieces
 from instep.train.techniques.pipeline.trace import StageRun, Tracer, run_stage
 
@@ -49,6 +54,22 @@ class Model(nn.Module):
         return self.head(self.norm(x))
 
 
+class ShakyBlock(Block):
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        return super().forward(x, mask) * random.random() + numpy.random.randn()
+
+
+class Shaky(Model):
+    """Draws from every generator, in blocks and before them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([ShakyBlock() for _ in range(3)])
+
+    def forward(self, tokens: Tensor) -> dict[str, Tensor]:
+        return super().forward((tokens + random.randint(0, 9)) % 10)
+
+
 class Skips(Model):
     def finish(self, x: Tensor) -> Tensor:
         return super().finish(x + self.first)
@@ -82,7 +103,10 @@ def run_stages(model: nn.Module, cuts: Cuts, *args: Any) -> Any:
         plan = tracer.plan(args, {})
         output: Any = []
         for stage in range(cuts.count):
-            run = StageRun(plan, stage, output, lambda: None)
+            states = read_states(plan.draws, CPU) if plan.draws else torch.zeros(0)
+            run = StageRun(plan, stage, output, partial(write_states, plan.draws, states))
+            if stage:
+                set_generators(1)  # as each stage begins
             output = run_stage(pieces, model.forward, run, plan, args, {})
         return output, plan
     finally:
@@ -100,15 +124,16 @@ def test_the_stages_together_are_the_model(cut: list[str]) -> None:
     assert not plan.draws
 
 
-def test_dropout_draws_what_one_process_does() -> None:
+@pytest.mark.parametrize("kind", [Model, Shaky])
+def test_dropout_draws_what_one_process_does(kind: type[Model]) -> None:
     torch.manual_seed(0)
-    model, tokens = Model(), torch.randint(0, 10, (2, 5))
-    torch.manual_seed(1)
+    model, tokens = kind(), torch.randint(0, 10, (2, 5))
+    set_generators(1)
     expected = model(tokens)["logits"]
-    torch.manual_seed(1)
+    set_generators(1)
     output, plan = run_stages(model, cut_model(model, 3, None, ""), tokens)
     assert torch.equal(output["logits"], expected)
-    assert plan.draws
+    assert plan.draws == (("torch",) if kind is Model else ("torch", "python", "numpy"))
 
 
 def test_shapes_are_planned_once_each_and_follow_autocast() -> None:
@@ -135,7 +160,7 @@ def test_a_plan_knows_what_is_frozen_and_follows_what_trains() -> None:
         assert first.boundaries[0].carried[0].requires_grad is not frozen
         model.eval()
         tracer.follow(model)
-        assert (first.draws, tracer.plan((tokens,), {}).draws) == (True, False)
+        assert (first.draws, tracer.plan((tokens,), {}).draws) == (("torch",), ())
 
 
 @pytest.mark.parametrize(

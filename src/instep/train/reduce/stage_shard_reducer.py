@@ -1,8 +1,7 @@
 """The reducer of one stage of a pipeline whose parameters are shared out over ranks as well (FSDP2).
 
-Parameters are whole from the first micro-batch to the update, and gradients are reduced once, whatever the number of
-micro-batches of a rank: no schedule has a collective inside, so that none can wait for a rank with fewer of them, and
-zero-bubble schedules, which reduce wrongly inside backward, have right gradients.
+Gradients are reduced once, at the update, whatever the number of micro-batches of a rank: no schedule has a reduction
+inside, so zero-bubble schedules, which would reduce wrongly inside backward, have right gradients.
 """
 
 from __future__ import annotations
@@ -35,16 +34,19 @@ class StageShardReducer(ShardReducer):
         self._stages, self._tied = stages, tied
 
     def begin_pass(self, overlap: bool) -> None:
-        self._stages.gather()
+        """The pass gathers parameters itself, as its schedules need them."""
 
     def plan_turns(self, own: int, what: str) -> None:
         """No collective depends on the number of micro-batches."""
 
     def begin_schedule(self) -> None:
-        """Parameters are whole already."""
+        """As `begin_pass`."""
 
     def end_schedule(self) -> None:
         """Gradients wait for `reduce`."""
+
+    def enter_backward(self) -> None:
+        """A loss over rows: its gradients come with the pass that follows."""
 
     def begin_evaluation(self) -> None:
         """Parameters are whole while an evaluation runs: there are no turns."""
@@ -65,6 +67,10 @@ class StageShardReducer(ShardReducer):
                     parameter.grad = torch.zeros_like(parameter)
                 tied.sum(parameter.grad)
         return agree_totals(self.grid, super().reduce(call, stop, what), what)
+
+    def finish(self) -> None:
+        self._stages.drop()
+        super().finish()
 
     def norm(self) -> float:
         twice = {id(tied.parameter) for tied in self._tied if not tied.counts_here}

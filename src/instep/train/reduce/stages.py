@@ -36,8 +36,9 @@ class Tied:
     def sum(self, mine: Tensor) -> None:
         """Adds up a gradient over all holders, in one order, so that it is the same on each. Every holder calls it."""
         local = local_part(mine)
-        parts = {rank: torch.empty_like(local) for rank in self.ranks}
-        parts[self.pipeline.rank] = local.contiguous()
+        sent = local.to(self.pipeline.device).contiguous()  # it may be on the host
+        parts = {rank: torch.empty_like(sent) for rank in self.ranks}
+        parts[self.pipeline.rank] = sent
         others = [rank for rank in self.ranks if rank != self.pipeline.rank]
         sends = [dist.P2POp(dist.isend, parts[self.pipeline.rank], group=self.group, group_peer=r) for r in others]
         receives = [dist.P2POp(dist.irecv, parts[rank], group=self.group, group_peer=rank) for rank in others]

@@ -25,7 +25,7 @@ def choose_policy(offload: bool, device: torch.device) -> OffloadPolicy:
 
 def check_offload(asked: Parallel) -> None:
     """asked: the split before it was fitted to the number of ranks. Raises UsageError where offload cannot help."""
-    if asked.shard == 1:
+    if asked.shard == 1 and asked.pipeline == 1:
         raise UsageError(
             f"offload=True moves the parameters of a sharded model to the host, and {asked.describe()} shards none: take "
             "parallel='zero3' or 'zero2', or leave offload out."
@@ -40,8 +40,8 @@ def check_host_memory(
     free_bytes: int | None = None,
 ) -> None:
     """Raises UsageError where the shards of all ranks on this machine do not fit into its free memory."""
-    assert split.shard is not None
-    needed = host_bytes(model, optimizer, split.shard) * world.local_size
+    assert split.shard is not None and split.pipeline is not None
+    needed = host_bytes(model, optimizer, split.shard * split.pipeline) * world.local_size
     free = psutil.virtual_memory().available if free_bytes is None else free_bytes
     if needed > free:
         ranks = f"{world.local_size} rank{'s' if world.local_size > 1 else ''}"
@@ -52,11 +52,11 @@ def check_host_memory(
         )
 
 
-def host_bytes(model: nn.Module, optimizer: torch.optim.Optimizer | None, shard: int) -> int:
-    """Of one rank. Parameters that are on the host already take no more room."""
+def host_bytes(model: nn.Module, optimizer: torch.optim.Optimizer | None, parts: int) -> int:
+    """Of one rank with one of so many parts. Parameters that are on the host already take no more room."""
     moved = sum(p.numel() * p.element_size() for p in model.parameters() if p.device.type != "cpu")
     trained = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
-    return (moved + trained * (1 + num_states(optimizer))) // shard
+    return (moved + trained * (1 + num_states(optimizer))) // parts
 
 
 def num_states(optimizer: torch.optim.Optimizer | None) -> int:

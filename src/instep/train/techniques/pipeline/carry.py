@@ -1,4 +1,4 @@
-"""What goes from a stage to the next: activations, and the state of the random generator.
+"""What goes from a stage to the next: activations, and the states of the random generators that forward draws from.
 
 The next stage draws on where this one stopped, as one process would, so that dropout masks do not depend on the cuts.
 """
@@ -12,30 +12,16 @@ import torch
 from torch import Tensor
 
 from instep.errors import UsageError
+from instep.train.techniques.pipeline.generators import read_states
 from instep.train.techniques.pipeline.trace import Carried
 
 
-def rng_state(device: torch.device) -> Tensor:
-    """Of the generator that operators on this device draw from, as bytes on the host."""
-    return torch.get_rng_state() if device.type == "cpu" else torch.cuda.get_rng_state(device)
-
-
-def set_rng_state(state: Tensor | None) -> None:
-    """None changes nothing: no operator of the model draws."""
-    if state is None:
-        return
-    if state.device.type == "cpu":
-        torch.set_rng_state(state)
-    else:
-        torch.cuda.set_rng_state(state.cpu(), state.device)
-
-
-def with_state(carried: Sequence[Carried], draws: bool, device: torch.device) -> tuple[Carried, ...]:
-    """What is sent: the activations, and behind them the generator's state where it is needed."""
+def with_states(carried: Sequence[Carried], draws: tuple[str, ...], device: torch.device) -> tuple[Carried, ...]:
+    """What is sent: the activations, and behind them the states of the generators that are needed."""
     if not draws:
         return tuple(carried)
-    state = rng_state(device)
-    return (*carried, Carried(tuple(state.shape), state.dtype, False))
+    states = read_states(draws, device)
+    return (*carried, Carried(tuple(states.shape), states.dtype, False))
 
 
 def for_split_backward(carried: Sequence[Carried]) -> tuple[Carried, ...]:
@@ -45,12 +31,12 @@ def for_split_backward(carried: Sequence[Carried]) -> tuple[Carried, ...]:
 
 
 def pack(
-    tensors: Sequence[Tensor], carried: Sequence[Carried], draws: bool, device: torch.device
+    tensors: Sequence[Tensor], carried: Sequence[Carried], draws: tuple[str, ...], device: torch.device
 ) -> tuple[Tensor, ...]:
     """Tensors that can be sent: contiguous, and none a view, which torch's zero-bubble schedules cannot detach."""
     found = [_own(tensor, each) for tensor, each in zip(tensors, carried, strict=True)]
     if draws:
-        found.append(rng_state(device).to(device))
+        found.append(read_states(draws, device))
     return tuple(found)
 
 

@@ -7,6 +7,7 @@ every model; `trace` checks that it is.
 
 from __future__ import annotations
 
+import difflib
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -58,12 +59,18 @@ def _check_names(model: nn.Module, cut: Sequence[str]) -> tuple[str, ...]:
     order = {name: i for i, (name, _) in enumerate(model.named_modules()) if name}
     for name in cut:
         if name not in order:
-            near = find_candidates(model)[:ALLOWED_MOST]
             raise UsageError(
-                f"Parallel(cut={list(cut)}): {type(model).__name__} has no module {name!r}. "
-                + (f"It may be cut before {', '.join(map(repr, near))}." if near else "Take names of named_modules().")
+                f"Parallel(cut={list(cut)}): {type(model).__name__} has no module {name!r}. {_say_where(model, name)}"
             )
     return tuple(sorted(cut, key=order.__getitem__))
+
+
+def _say_where(model: nn.Module, wanted: str) -> str:
+    """Where it may be cut: the places with names like the one that was wanted, if there are some."""
+    found = find_candidates(model)
+    alike = difflib.get_close_matches(wanted, found, n=ALLOWED_MOST, cutoff=0.8)
+    near = [name for name in found if name in alike] or found[:ALLOWED_MOST]
+    return f"It may be cut before {', '.join(map(repr, near))}." if near else "Take names of named_modules()."
 
 
 # -- candidates

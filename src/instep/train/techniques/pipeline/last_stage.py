@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from instep.train.forward_backward import read_loss
 
@@ -36,16 +36,13 @@ class Result:
         return Result(weight, loss, bool(given))
 
 
-def weigh_loss(
-    found: Any, job: Job, received: Sequence[Tensor], parameters: Callable[[], Iterator[nn.Parameter]]
-) -> Tensor:
-    """The loss times its factor; notes loss and weight in the job. Weight 0 sends zeros, whatever the loss is."""
+def weigh_loss(found: Any, job: Job, roots: Callable[[], Sequence[Tensor]]) -> Tensor:
+    """The loss times its factor; notes loss and weight in the job. Weight 0 sends zeros to the roots, whatever the loss is."""
     loss, weight = read_loss(found)
     value, factor = job.read_weight(loss, weight)
     job.result = Result(value, loss.detach() if value else 0.0, weight is not None)
     if value == 0:
-        roots = [tensor for tensor in received if tensor.requires_grad] or [next(parameters())]
-        return _Nothing.apply(*roots)  # type: ignore[no-any-return]
+        return _Nothing.apply(*roots())  # type: ignore[no-any-return]
     return loss.sum() * factor  # shape (), and no view, which torch's zero-bubble schedules cannot detach
 
 

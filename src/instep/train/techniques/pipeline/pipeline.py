@@ -4,26 +4,29 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_leaves
 
 from instep.errors import UsageError
 from instep.records.schedules import SCHEDULES
 from instep.train.absent import is_absent
-from instep.train.forward_backward import take_apart
 from instep.train.precision import as_float32
 from instep.train.reduce.stages import Tied
-from instep.train.techniques.pipeline.carry import for_split_backward, pack, set_rng_state, with_state
+from instep.train.techniques.pipeline.carry import for_split_backward, pack, with_states
 from instep.train.techniques.pipeline.cut import Cuts
+from instep.train.techniques.pipeline.evaluate_stages import evaluate_stages
+from instep.train.techniques.pipeline.generators import write_states
 from instep.train.techniques.pipeline.last_stage import Result, weigh_loss
 from instep.train.techniques.pipeline.pieces import Pieces
 from instep.train.techniques.pipeline.schedule import StageModule, build_schedule, choose_schedule, place_stages
+from instep.train.techniques.pipeline.stage_times import LOSS, StageClock
 from instep.train.techniques.pipeline.trace import Carried, Plan, StageRun, Tracer, run_stage
 from instep.train.world import World
 
@@ -33,18 +36,31 @@ if TYPE_CHECKING:
 MOST_SCHEDULES = 4  # kept, with the memory that they receive in
 
 
+@dataclass(frozen=True)
+class Call:
+    """A micro-batch, and what the model and the loss get of it."""
+
+    batch: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    targets: Any
+
+
 @dataclass
 class Job:
     """One micro-batch of a pass."""
 
     plan: Plan
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    targets: Any
+    call: Call
     begin: Callable[[], None]  # sets random generators and buffers for this micro-batch
     end: Callable[[], None]
+    discard: Callable[[], None]  # in the place of `end` where buffers have to stay as they were
     read_weight: Callable[[Any, Any], tuple[float, float]]  # (loss, weight) -> the weight, and the factor of the loss
     result: Result = field(default_factory=Result)
+
+    def repeated(self) -> Job:
+        """Once more, adding nothing."""
+        return replace(self, end=self.discard, read_weight=lambda _loss, _weight: (0.0, 0.0), result=Result())
 
 
 @dataclass(frozen=True)
@@ -81,8 +97,12 @@ class Pipeline:
         self._forward = model.forward
         self._schedules: dict[Any, Callable[[], None]] = {}
         self._jobs: Sequence[Job] = ()
+        self._newest: Job | None = None
         self._loss_fn: Callable[..., Any] | None = None
         self._failure: Exception | None = None
+        self._answer: Callable[[Any, Any], Any] = functools.partial(evaluate_stages, self)
+        self.num_evaluations = 0  # calls of the model from outside of a schedule
+        self._clock: StageClock | None = None
         self._places = {stage: _places(model, cuts, stage) for stage in self.held}
         self._modules = {s: StageModule(s, self._work, functools.partial(self._trained, s)) for s in self.held}
         self.note_frozen()
@@ -96,9 +116,10 @@ class Pipeline:
         self._pieces.close()
         self.model.__dict__.pop("forward", None)
 
-    def held_modules(self) -> list[nn.Module]:
-        """The largest modules that lie in one stage, of the stages held here."""
-        return [piece.module for piece in self._pieces.all if piece.is_unit and piece.stage in self.held]
+    def held_modules(self) -> list[tuple[int, nn.Module]]:
+        """The largest modules that lie in one stage, of the stages held here, each with its stage."""
+        units = (piece for piece in self._pieces.all if piece.is_unit)
+        return [(piece.stage, piece.module) for piece in units if piece.stage is not None and piece.stage in self.held]
 
     def loose_parameters(self) -> list[str]:
         """Names of those that belong to a module which lies in several stages."""
@@ -111,32 +132,71 @@ class Pipeline:
 
         @functools.wraps(self._forward)
         def forward(*args: Any, **kwargs: Any) -> Any:
-            return self._evaluate(args, kwargs)
+            self.num_evaluations += 1
+            return self._answer(args, kwargs)
 
         self.model.forward = forward
+
+    @contextmanager
+    def answering(self, answer: Callable[[Any, Any], Any]) -> Iterator[None]:
+        """The model, when called, gives what `answer` returns for its arguments."""
+        before, self._answer = self._answer, answer
+        try:
+            yield
+        finally:
+            self._answer = before
 
     def _trained(self, stage: int) -> Iterator[nn.Parameter]:
         found = (module._parameters[name] for module, name in self._places[stage])
         return (parameter for parameter in found if parameter is not None and parameter.requires_grad)
 
+    def plan(self, args: Any, kwargs: Any) -> Plan:
+        """For inputs of these shapes, with modules in training or evaluation mode as they are."""
+        self._tracer.follow(self.model)
+        with self._autocast():
+            return self._tracer.plan(args, kwargs)
+
+    @contextmanager
+    def timing(self) -> Iterator[StageClock]:
+        """Times the parts of this rank's stages, as they run in forward."""
+        self._clock = clock = StageClock(self.world.device)
+        try:
+            yield clock
+        finally:
+            self._clock = None
+
     # -- training
 
-    def run_pass(self, batches: Sequence[Any], loss_fn: Callable[..., Any], job_of: Callable[..., Job]) -> list[Result]:
+    def run_pass(
+        self, calls: Sequence[Call], loss_fn: Callable[..., Any], job_of: Callable[[Call, Plan], Job]
+    ) -> list[Result]:
         """All micro-batches forward and backward; gradients add up in param.grad. Every rank of the pipeline calls it.
 
-        job_of: makes a Job of a micro-batch, its plan, arguments and targets. Returns what the last stage found.
+        Returns what the last stage found.
         """
         self._check_frozen()
-        self._tracer.follow(self.model)
-        jobs = []
-        for batch in batches:
-            args, kwargs, targets = take_apart(self.model, batch.data)
-            with self._autocast():
-                plan = self._tracer.plan(args, kwargs)
-            jobs.append(job_of(batch, plan, args, kwargs, targets))
-        for _, some in groupby(jobs, key=lambda job: (job.plan.key, job.plan.draws)):
-            self._run_alike(list(some), loss_fn)
+        jobs = [job_of(call, self.plan(call.args, call.kwargs)) for call in calls]
+        for some in self._settle([list(some) for _, some in groupby(jobs, key=lambda j: (j.plan.key, j.plan.draws))]):
+            self._run_alike(some, loss_fn)
         return self._share([job.result for job in jobs])
+
+    def _settle(self, runs: list[list[Job]]) -> list[list[Job]]:
+        """What goes through a schedule together, and parameters gathered as they have to be for that."""
+        sharded = self.sharded
+        if sharded is None or sharded.is_whole:
+            return runs
+        newest = [self._newest, *(job for some in runs for job in some)][-1]
+        passes = None if sharded.stays_whole else sharded.agree([len(some) for some in runs], newest is not None)
+        if passes is None or passes.is_whole:
+            sharded.gather()
+            return runs
+        sharded.gather_by_block()
+        self._newest = newest
+        if passes.turns is None:
+            return runs
+        jobs = [job for some in runs for job in some]
+        assert newest is not None
+        return [[job] for job in [*jobs, *(newest.repeated() for _ in range(passes.turns - len(jobs)))]]
 
     def _check_frozen(self) -> None:
         """What goes between stages follows from which parameters are trained, and a stage sees its own only."""
@@ -163,7 +223,7 @@ class Pipeline:
     def _schedule_for(self, plan: Plan, count: int) -> Callable[[], None]:
         splits = SCHEDULES[self._order.schedule].splits_backward
         alike = (for_split_backward(carried) if splits else carried for carried in plan.key)
-        boundaries = tuple(with_state(carried, plan.draws, self.world.device) for carried in alike)
+        boundaries = tuple(with_states(carried, plan.draws, self.world.device) for carried in alike)
         key = (boundaries, count)
         if key not in self._schedules:
             if len(self._schedules) == MOST_SCHEDULES:
@@ -183,21 +243,29 @@ class Pipeline:
     def _stage(self, stage: int, job: Job, received: list[Tensor]) -> Any:
         job.begin()
         try:
-            output = self._compute(stage, job.plan, received, job.args, job.kwargs)
+            output = self.compute(stage, job.plan, received, job.call.args, job.call.kwargs)
             if stage < self.cuts.count - 1:
                 return pack(output, job.plan.boundaries[stage].carried, job.plan.draws, self.world.device)
             assert self._loss_fn is not None
             output = as_float32(output) if self._dtype is not None else output
-            return weigh_loss(
-                self._loss_fn(output, job.targets), job, received, functools.partial(self._trained, stage)
-            )
+            with nullcontext() if self._clock is None else self._clock.timing(LOSS):
+                found = self._loss_fn(output, job.call.targets)
+            return weigh_loss(found, job, lambda: self._roots_of_nothing(stage, received, output))
         finally:
             job.end()
 
-    def _compute(self, stage: int, plan: Plan, received: list[Tensor], args: Any, kwargs: Any) -> Any:
-        state = received.pop() if plan.draws and stage else None
-        run = StageRun(plan, stage, received, lambda: set_rng_state(state))
-        with self._autocast():
+    def _roots_of_nothing(self, stage: int, received: list[Tensor], output: Any) -> list[Tensor]:
+        """What a loss of weight 0 sends zeros to: past this stage, unless other ranks gather blocks with this one."""
+        tensors = tree_leaves(output) if self.sharded is not None and self.sharded.gathers_by_block else received
+        return [t for t in tensors if isinstance(t, Tensor) and t.requires_grad] or [next(self._trained(stage))]
+
+    def compute(self, stage: int, plan: Plan, received: list[Tensor], args: Any, kwargs: Any) -> Any:
+        """One stage of a forward: what the next one gets, or the model's output. received: with the generators' states."""
+        states = received.pop() if plan.draws and stage else None
+        on_entry = (lambda: None) if states is None else functools.partial(write_states, plan.draws, states)
+        run = StageRun(plan, stage, received, on_entry, self._clock)
+        only: AbstractContextManager[None] = nullcontext() if self.sharded is None else self.sharded.only(stage)
+        with self._autocast(), only:
             return run_stage(self._pieces, self._forward, run, plan, args, kwargs)
 
     def _autocast(self) -> Any:
@@ -212,53 +280,6 @@ class Pipeline:
         )
         return [Result.of(row) for row in rows.tolist()]
 
-    # -- evaluation
-
-    def _evaluate(self, args: Any, kwargs: Any) -> Any:
-        if torch.is_grad_enabled():
-            raise UsageError(
-                f"{type(self.model).__name__} is cut into {self.cuts.count} stages of a pipeline, so its output has no gradients: "
-                "train it with step.forward_backward(model, loss_fn) in place of the inner loop. Called under torch.no_grad(), as "
-                "in run.evaluate, it gives its output on every rank."
-            )
-        self._tracer.follow(self.model)
-        plan = self._tracer.plan(args, kwargs)
-        received: list[Tensor] = []
-        output: Any = None
-        for stage, rank in enumerate(self.ranks):
-            if rank == self.world.rank:
-                if stage and self.ranks[stage - 1] != rank:
-                    received = self._receive(stage, plan)
-                output = self._compute(stage, plan, received, args, kwargs)
-                if stage < self.cuts.count - 1:
-                    received = list(pack(output, plan.boundaries[stage].carried, plan.draws, self.world.device))
-                    if self.ranks[stage + 1] != rank:
-                        for tensor in received:
-                            dist.send(tensor, group_dst=self.ranks[stage + 1], group=self.group)
-        return self._spread(plan, output)
-
-    def _receive(self, stage: int, plan: Plan) -> list[Tensor]:
-        carried = with_state(plan.boundaries[stage - 1].carried, plan.draws, self.world.device)
-        tensors = [torch.empty(each.shape, dtype=each.dtype, device=self.world.device) for each in carried]
-        for tensor in tensors:
-            dist.recv(tensor, group_src=self.ranks[stage - 1], group=self.group)
-        return tensors
-
-    def _spread(self, plan: Plan, output: Any) -> Any:
-        """The last stage's output on every rank of the pipeline."""
-        last, device = self.ranks[-1], self.world.device
-        leaves = tree_flatten(output)[0] if last == self.world.rank else list(plan.leaves)
-        for place, planned in enumerate(plan.leaves):
-            if not isinstance(planned, Tensor):
-                continue
-            if last == self.world.rank:
-                leaves[place] = leaves[place].to(device).contiguous()
-            else:
-                leaves[place] = torch.empty(planned.shape, dtype=planned.dtype, device=device)
-            dist.broadcast(leaves[place], group_src=last, group=self.group)
-        assert plan.spec is not None
-        return tree_unflatten(leaves, plan.spec)
-
 
 def _places(model: nn.Module, cuts: Cuts, stage: int) -> list[tuple[nn.Module, str]]:
     """Where the parameters of a stage are found, each once. Looked up when needed: sharding puts others there."""
@@ -270,4 +291,4 @@ def _places(model: nn.Module, cuts: Cuts, stage: int) -> list[tuple[nn.Module, s
     return list(found.values())
 
 
-__all__ = ["Carried", "Job", "Pipeline", "Result"]
+__all__ = ["Call", "Carried", "Job", "Pipeline", "Result"]

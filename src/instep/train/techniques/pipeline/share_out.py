@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import OffloadPolicy
 
 from instep.errors import UsageError
 from instep.records.choice import Choice
@@ -19,6 +20,7 @@ from instep.train.absent import Absent
 from instep.train.arguments import Arguments
 from instep.train.mesh import Grid, places
 from instep.train.reduce.stages import Tied
+from instep.train.slots import Slots, divisors
 from instep.train.techniques.block_options import BlockOptions
 from instep.train.techniques.pipeline.cut import Cuts, cut_model
 from instep.train.techniques.pipeline.pieces import find_pieces
@@ -27,6 +29,7 @@ from instep.train.techniques.pipeline.schedule import busy_share, place_stages
 from instep.train.techniques.pipeline.shard_stages import ShardedStages
 from instep.train.techniques.pipeline.trace import Tracer
 from instep.train.world import World
+from instep.units import format_bytes
 
 
 @dataclass(frozen=True)
@@ -47,13 +50,11 @@ def check_pipeline(arguments: Arguments, split: Parallel, options: BlockOptions)
         raise UsageError(
             "exact=True adds gradients in an order of its own and goes with parallel='ddp' only. Leave one of them out."
         )
-    if arguments.compress is not None:
+    if arguments.compress == "powersgd":
         raise UsageError(
-            f"compress={arguments.compress!r} does not reach the stages of a pipeline and goes with parallel='ddp' only. Leave "
-            "one of them out."
+            "compress='powersgd' keeps what it left out of a model's gradients and goes with whole copies of the model only. "
+            "Take 'bf16' or 'fp16', or leave one of them out."
         )
-    if options.offload:
-        raise UsageError("offload=True does not reach the stages of a pipeline yet. Leave one of them out.")
     if options.compile and SCHEDULES[split.schedule].splits_backward:
         raise UsageError(
             f"schedule={split.schedule!r} takes the backward of a block apart, which a compiled one does not allow. Take '1f1b' or "
@@ -61,10 +62,13 @@ def check_pipeline(arguments: Arguments, split: Parallel, options: BlockOptions)
         )
 
 
-def share_out(model: nn.Module, optimizer: torch.optim.Optimizer | None, split: Parallel, grid: Grid) -> Share:
+def share_out(
+    model: nn.Module, optimizer: torch.optim.Optimizer | None, split: Parallel, grid: Grid, *, offload: bool
+) -> Share:
     """Leaves this rank's stages on its device and stands Absent in for the rest, in the optimizer too.
 
-    The model is on the host. Every rank must call it. Raises UsageError for a model that cannot be cut.
+    The model is on the host, where parameters stay with `offload`. Every rank must call it. Raises UsageError for a model
+    that cannot be cut.
     """
     assert split.pipeline is not None
     per_rank = stages_per_rank(split.schedule, split.cut, split.pipeline)
@@ -74,17 +78,11 @@ def share_out(model: nn.Module, optimizer: torch.optim.Optimizer | None, split: 
     world = pipeline_world(grid)
     ranks = place_stages(split.schedule, split.pipeline, per_rank)
     holders = _holders(model, cuts, ranks)
-    if split.shard != 1:
+    if split.shard != 1 or offload:
         _check_units(model, cuts, ranks)
     replaced = _replace(model, holders, world.rank)
     _replace_buffers(model, cuts, {stage for stage, rank in enumerate(ranks) if rank == world.rank})
-    for module in model.modules():
-        for name, buffer in module._buffers.items():
-            if buffer is not None and not isinstance(buffer, Absent):
-                module._buffers[name] = buffer.to(device)
-    for parameter in model.parameters():
-        if not isinstance(parameter, Absent):
-            parameter.data = parameter.data.to(device)
+    _move(model, device, parameters=not offload)
     if optimizer is not None:
         _follow(optimizer, replaced)
     group = world.new_group()
@@ -112,6 +110,17 @@ def choose_cut(model: nn.Module, share: Share, split: Parallel, num_slots: int) 
     return Choice("cut", list(share.cuts.names), reason, "Parallel(cut=[...])")
 
 
+def advise_on_slots(slots: Slots, num_ranks: int) -> str | None:
+    """Where each pipeline of so many ranks gets so few micro-batches per step that ranks always wait."""
+    count, pipelines = len(slots.local), slots.world_size
+    if count >= num_ranks:
+        return None
+    fitting = [size for size in divisors(slots.global_batch) if slots.global_batch // size // pipelines >= num_ranks]
+    given = f"micro_batch={fitting[-1]}" if fitting else f"a global batch of {num_ranks * pipelines} or more"
+    word = "micro-batch" if count == 1 else "micro-batches"
+    return f"{count} {word} per step for the {num_ranks} ranks of a pipeline: {given} would give each one to work on"
+
+
 def make_pipeline(model: nn.Module, share: Share, split: Parallel, dtype: torch.dtype | None) -> Pipeline:
     """Takes over the forward of the model and of its parts. Every rank must call it."""
     assert split.pipeline is not None
@@ -120,15 +129,28 @@ def make_pipeline(model: nn.Module, share: Share, split: Parallel, dtype: torch.
     return Pipeline(model, share.tracer, share.cuts, order, share.tied, dtype)
 
 
-def shard_stages(pipeline: Pipeline, mesh: DeviceMesh) -> None:
-    """Shards what this rank has taken, over the ranks that hold the same. Every rank must call it."""
+def shard_stages(
+    pipeline: Pipeline, mesh: DeviceMesh, data: World, policy: OffloadPolicy, split: Parallel
+) -> Choice | None:
+    """Shards what this rank has taken, over the ranks that hold the same. Every rank must call it.
+
+    mesh, data: of those. Returns what was picked for the user.
+    """
+    splits_backward = SCHEDULES[split.schedule].splits_backward
     places = [(m, name, p) for m in pipeline.model.modules() for name, p in m._parameters.items() if p is not None]
-    pipeline.sharded = ShardedStages(pipeline, mesh)
+    pipeline.sharded = ShardedStages(pipeline, mesh, data, policy, stays_whole=split.gathered or splits_backward)
     pipeline.note_frozen()
     sharded = {id(before): m._parameters[name] for m, name, before in places if m._parameters[name] is not before}
     for module, name, before in places:  # its other names, in modules that run on other ranks
         module._parameters[name] = sharded.get(id(before), before)
     pipeline.tied = tuple(replace(tied, parameter=sharded[id(tied.parameter)]) for tied in pipeline.tied)
+    return _choose_gathered(pipeline.sharded, split.schedule) if splits_backward and not split.gathered else None
+
+
+def _choose_gathered(sharded: ShardedStages, schedule: str) -> Choice:
+    whole = format_bytes(sharded.whole_bytes)
+    reason = f"{schedule!r} takes backward apart, so a rank's stages stay whole during a step: {whole} on this rank"
+    return Choice("gathered", True, reason, "Parallel(schedule='1f1b')")
 
 
 def _check_units(model: nn.Module, cuts: Cuts, ranks: Sequence[int]) -> None:
@@ -183,6 +205,17 @@ def _replace_buffers(model: nn.Module, cuts: Cuts, held: set[int]) -> None:
             for name, buffer in module._buffers.items():
                 if buffer is not None:
                     module._buffers[name] = Absent.of(buffer)
+
+
+def _move(model: nn.Module, device: torch.device, *, parameters: bool) -> None:
+    """What is here; with its parameters or only with its buffers."""
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and not isinstance(buffer, Absent):
+                module._buffers[name] = buffer.to(device)
+    for parameter in model.parameters() if parameters else ():
+        if not isinstance(parameter, Absent):
+            parameter.data = parameter.data.to(device)
 
 
 def _follow(optimizer: torch.optim.Optimizer, replaced: dict[nn.Parameter, Absent]) -> None:

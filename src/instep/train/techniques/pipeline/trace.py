@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Hashable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,7 +33,9 @@ from instep.train.techniques.pipeline.fakes import (
     with_short_graph,
     without_graph,
 )
+from instep.train.techniques.pipeline.generators import TORCH, find_drawn
 from instep.train.techniques.pipeline.pieces import Piece, Pieces
+from instep.train.techniques.pipeline.stage_times import StageClock
 
 MOST_PLANS = 256  # shapes of inputs to remember
 
@@ -57,13 +60,13 @@ class Boundary:
 
 @dataclass
 class Plan:
-    """For inputs of certain shapes. boundaries: of stages 1, 2, ...; outputs: of the units, in order of calls; draws:
-    whether forward draws random numbers; leaves, spec: of the model's output."""
+    """For inputs of certain shapes. boundaries: of stages 1, 2, ...; outputs: of the units, in order of calls; draws: the
+    generators that forward draws from; leaves, spec: of the model's output."""
 
     boundaries: list[Boundary] = field(default_factory=list)
     outputs: list[Any] = field(default_factory=list)
     loose: dict[tuple[int, str], Tensor] = field(default_factory=dict)
-    draws: bool = False
+    draws: tuple[str, ...] = ()
     leaves: list[Any] = field(default_factory=list)
     spec: TreeSpec | None = None
 
@@ -120,6 +123,7 @@ class Tracer:
                 with probe.watch:
                     output = self._model.forward(*args, **kwargs)
                 plan = probe.finish(output)
+            plan.draws += find_drawn(generators, get_generators())
         finally:
             self._pieces.run = None
             for module, name, parameter in kept:
@@ -198,7 +202,7 @@ class Probe:
         if modes_of(output) - {id(self._modes[self._stage])}:
             raise Mixed
         self.plan.leaves, self.plan.spec = tree_flatten(output)
-        self.plan.draws = self.watch.draws
+        self.plan.draws = (TORCH,) if self.watch.draws else ()
         return self.plan
 
 
@@ -230,10 +234,19 @@ class _Left(BaseException):
 
 
 class StageRun:
-    """Runs one stage. received: what `plan` says that this stage receives; on_entry: called when the stage begins."""
+    """Runs one stage. received: what `plan` says that this stage receives; on_entry: called when the stage begins; clock:
+    times its parts."""
 
-    def __init__(self, plan: Plan, stage: int, received: list[Tensor], on_entry: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        stage: int,
+        received: list[Tensor],
+        on_entry: Callable[[], None],
+        clock: StageClock | None = None,
+    ) -> None:
         self._plan, self._target, self._received, self._on_entry = plan, stage, received, on_entry
+        self._clock = clock
         self._stage, self._outputs, self._is_inside = 0, iter(plan.outputs), False
 
     def call(self, piece: Piece, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -252,7 +265,8 @@ class StageRun:
             )
         self._is_inside = True
         try:
-            return original(*args, **kwargs)
+            with nullcontext() if self._clock is None else self._clock.timing(piece.name):
+                return original(*args, **kwargs)
         finally:
             self._is_inside = False
 
