@@ -26,7 +26,11 @@ from instep.records.run_dir import RunDir, keep_json
 from instep.report.terminal import format_findings
 from instep.settings import read_setting
 
-_EXPLAIN_A_STALL = ("numbers/silent-pairing",)  # findings of other families that are the cause of one
+_EXPLAIN_A_STALL = (
+    "numbers/silent-pairing",
+    "numbers/forward-past-wrapper",
+    "crash/exception",
+)  # findings of other families that are the cause of one
 _NEEDED_BYTES = 1 << 18  # for a rank's page and the first of its notes
 # Certain findings after which a rank never goes on, of which the launcher by itself knows too little.
 _HOPELESS = ("hang/lock-across-fork", "hang/transfer-without-partner")

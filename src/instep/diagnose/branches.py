@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from instep.diagnose.frames import Frame
 from instep.diagnose.rank_view import Position
+from instep.diagnose.slices import find_rank_decision
 from instep.diagnose.source import Loop, Source, load
 from instep.records.finding import CallSite
 
@@ -152,17 +153,50 @@ def _guards_before(source: Source, node: ast.AST) -> Iterator[ast.If]:
 def _left_loop(source: Source, one: Position, two: Position, first: Frame, second: Frame) -> Fork | None:
     """One rank is still in a loop that the other has left behind."""
     for inner, outer, line, other in ((one, two, first.line, second.line), (two, one, second.line, first.line)):
-        for loop in reversed(source.loops_at(line)):
-            if not _holds(loop, other) and other > loop.lineno:
-                ways = list(ways_out(source, loop))
-                handler = find_handler(source, line) if not ways else None
-                if handler is not None:
-                    return Fork("loop-left", inner.rank, outer.rank, handler, handler, 1, source.site(loop))
-                if not ways:
-                    return Fork("loop-left", inner.rank, outer.rank, source.site(loop), None, 0, source.site(loop))
-                where, head = source.site(likeliest(source, ways)), source.site(loop)
-                return Fork("loop-left", inner.rank, outer.rank, where, where, len(ways), head)
+        left = [loop for loop in reversed(source.loops_at(line)) if not _holds(loop, other) and other > loop.lineno]
+        found = (
+            _with_a_way_out(source, left, line) or _of_a_length_by_rank(source, left) or _of_any_length(source, left)
+        )
+        if found is not None:
+            where, choices, loop = found
+            condition = where if choices else None
+            return Fork("loop-left", inner.rank, outer.rank, where, condition, choices, source.site(loop))
     return None
+
+
+def _with_a_way_out(source: Source, loops: list[Loop], line: int) -> tuple[CallSite, int, Loop] | None:
+    """The line, how many such there are, and the loop."""
+    for loop in loops:
+        ways = list(ways_out(source, loop))
+        if ways:
+            return source.site(likeliest(source, ways)), len(ways), loop
+    handler = find_handler(source, line) if loops else None
+    return (handler, 1, loops[0]) if handler is not None else None
+
+
+def _of_a_length_by_rank(source: Source, loops: list[Loop]) -> tuple[CallSite, int, Loop] | None:
+    """A loop over what differs between the ranks: what makes it differ."""
+    for loop in loops:
+        decision = (
+            find_rank_decision(source, loop.iter, source.function_at(loop.lineno))
+            if isinstance(loop, ast.For)
+            else None
+        )
+        if decision is not None:
+            return source.site(decision), 0, loop
+    return None
+
+
+def _of_any_length(source: Source, loops: list[Loop]) -> tuple[CallSite, int, Loop] | None:
+    """A loop whose number of turns is not written down: `range(30)` has as many on every rank, so that no rank leaves early."""
+    loop = next((loop for loop in loops if not _has_fixed_length(loop)), None)
+    return (source.site(loop), 0, loop) if loop is not None else None
+
+
+def _has_fixed_length(loop: Loop) -> bool:
+    call = loop.iter if isinstance(loop, ast.For) else None
+    is_range = isinstance(call, ast.Call) and getattr(call.func, "id", "") == "range"
+    return is_range and all(isinstance(one, ast.Constant) for one in call.args)  # type: ignore[union-attr]
 
 
 def ways_out(source: Source, loop: Loop) -> Iterator[ast.AST]:

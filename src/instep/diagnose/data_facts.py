@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from instep.diagnose.rank_view import RankView
 from instep.diagnose.run_view import RunView
-from instep.diagnose.slices import call_at, definitions
-from instep.diagnose.source import Source, load
+from instep.diagnose.slices import call_at, find_rank_decision
+from instep.diagnose.source import load
 from instep.records.event import Event
 from instep.records.finding import CallSite
 
@@ -34,6 +34,14 @@ class UnevenLap:
 
     def __hash__(self) -> int:
         return hash((self.key, self.lap))
+
+
+def describe_counts(uneven: UnevenLap) -> str:
+    parts = [
+        f"rank {rank} is in batch {count}" if rank in uneven.running else f"rank {rank} finished its {count} batches"
+        for rank, count in sorted(uneven.counts.items())[:8]
+    ]
+    return f"{', '.join(parts)} of the same pass over the data"
 
 
 def loader_keys(view: RankView) -> dict[int, Key]:
@@ -103,26 +111,28 @@ def made_uneven_at(run: RunView, uneven: UnevenLap) -> CallSite | None:
         return None
     if call is None:
         return source.site(line) if line else uneven.loop
-    for part in _data_arguments(call):
-        for node in definitions(source, part, source.function_at(line)):
-            named = _smallest_on_rank(source, node)
-            if named is not None:
-                return source.site(named)
+    for part in _data_arguments(call, _is_split_evenly(run, uneven)):
+        chosen = find_rank_decision(source, part, source.function_at(line))
+        if chosen is not None:
+            return source.site(chosen)
     return source.site(call)
 
 
-def _data_arguments(call: ast.Call) -> Iterator[ast.AST]:
+def _is_split_evenly(run: RunView, uneven: UnevenLap) -> bool:
+    """Whether a DistributedSampler gives every rank as many samples of the same set, so that the sampler is not to blame."""
+    loaders = [loaders_by_key(view).get(uneven.key) for view in run.ranks]
+    facts = {(row["length"], row.get("replicas"), row["sampler"]) for row in loaders if row is not None}
+    return len(facts) == 1 and next(iter(facts))[1] == run.world_size
+
+
+def _data_arguments(call: ast.Call, split_evenly: bool) -> Iterator[ast.AST]:
+    """What decides about the number of batches, by how seldom it depends on the rank: there it is the cause."""
+    words = {word.arg: word.value for word in call.keywords if word.arg}
+    yield from (words[name] for name in ("drop_last", "batch_size") if name in words)
+    yield from call.args[1:2]
     yield from call.args[:1]
-    for word in call.keywords:
-        if word.arg in ("dataset", "sampler", "batch_sampler", "drop_last"):
-            yield word.value
-
-
-def _smallest_on_rank(source: Source, node: ast.AST) -> ast.AST | None:
-    """The statement of an expression that depends on the rank, itself and not by way of another variable."""
-    if source.depends_on_rank(node) and not isinstance(node, ast.Name):
-        return node
-    return None
+    names = ("dataset", "batch_sampler") if split_evenly else ("dataset", "sampler", "batch_sampler")
+    yield from (words[name] for name in names if name in words)
 
 
 def find_skipped_batches(run: RunView) -> tuple[int, Event] | None:

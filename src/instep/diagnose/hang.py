@@ -7,11 +7,13 @@ from functools import cache
 
 from instep.diagnose.branches import Fork, compare
 from instep.diagnose.data_facts import UnevenLap, find_uneven_lap
+from instep.diagnose.model_facts import find_past_wrapper
 from instep.diagnose.naming import short
 from instep.diagnose.pairing import Mispairing, find_mispairing
 from instep.diagnose.rank_view import ECHO, Position
 from instep.diagnose.run_view import RunView
 from instep.diagnose.stop_requests import StopRequest, find_stop_request
+from instep.diagnose.threads import Threaded, find_threaded
 from instep.diagnose.transfers import Transfer, find_transfers, has_partner
 from instep.records.event import Event
 from instep.records.finding import Evidence
@@ -19,38 +21,47 @@ from instep.records.finding import Evidence
 
 @dataclass(frozen=True)
 class Hang:
-    """kind: the rule that speaks of it, by the last part of its id."""
+    """kind: the rule that speaks of it, by the last part of its id; timed_out: a rank has given up waiting."""
 
     kind: str
     waiting: tuple[Position, ...]
     outside: tuple[Position, ...]
     proven: bool
+    timed_out: bool = False
     fork: Fork | None = None
     uneven: UnevenLap | None = None
     error: tuple[int, Event] | None = None
     mispairing: Mispairing | None = None
     transfers: tuple[Transfer, ...] = ()
     stop: StopRequest | None = None
+    threads: Threaded | None = None
 
 
 @cache
 def classify(run: RunView) -> Hang | None:
     """The stall of this run, or None when it is not stalled."""
-    if run.stall is None or not run.positions:
+    if run.stall is None or not run.positions or any(view.uncaught is not None for view in run.ranks):
         return None
     seen = {*run.stall["waiting"], *run.stall["outside"]}
     is_waiting = {one.rank: one.waits or one.rank in run.stall["waiting"] for one in run.positions}
     waiting = tuple(one for one in run.positions if one.rank in seen and is_waiting[one.rank])
     outside = tuple(one for one in run.positions if one.rank in seen and not is_waiting[one.rank])
-    base = Hang("", waiting, outside, run.stall["proven"])
+    base = Hang("", waiting, outside, run.stall["proven"], run.stall.get("timed_out", False))
     if all(one.operation == "destroy_process_group" for one in waiting + outside):
         return replace(base, kind="backend-does-not-end")
     if not waiting and outside and all(one.kind == "ended" for one in outside):
         return replace(base, kind="process-does-not-end")
-    error = find_swallowed(run)
+    error = find_held_back(run, outside) or find_swallowed(run)
     if error is not None:
         return replace(base, kind="error-swallowed", error=error)
+    if find_past_wrapper(run):
+        return replace(base, kind="past-wrapper")
+    threads = find_threaded(run)
+    if threads is not None:
+        return replace(base, kind="collectives-in-threads", threads=threads)
     mispairing = find_mispairing(run)
+    if mispairing is not None and mispairing.differs == "root":
+        return replace(base, kind="different-roots", mispairing=mispairing)
     if mispairing is not None and mispairing.sizes_differ:
         return replace(base, kind="different-sizes", mispairing=mispairing)
     if mispairing is not None and mispairing.is_silent:
@@ -71,7 +82,7 @@ def classify(run: RunView) -> Hang | None:
     if stop is not None and waiting:
         fork = Fork("loop-left", stop.others[0], stop.ranks[0], stop.where, stop.where)
         return replace(base, kind="loop-left-early", fork=fork, stop=stop)
-    fork = _fork(waiting)
+    fork = find_fork(waiting)
     if fork is not None and fork.loop is not None:
         uneven = find_uneven_lap(run, fork.loop.line)
         if uneven is not None:
@@ -84,7 +95,7 @@ def classify(run: RunView) -> Hang | None:
     return replace(base, kind="collective-mismatch", mispairing=mispairing)
 
 
-def _fork(positions: tuple[Position, ...]) -> Fork | None:
+def find_fork(positions: tuple[Position, ...]) -> Fork | None:
     """The first pair of ranks whose ways part in the user's code."""
     for index, one in enumerate(positions):
         for two in positions[index + 1 :]:
@@ -98,6 +109,20 @@ def ranks_with(hang: Hang, rank: int) -> tuple[int, ...]:
     """The ranks that wait where this one does."""
     place = next(((one.operation, one.site) for one in hang.waiting if one.rank == rank), None)
     return tuple(one.rank for one in hang.waiting if (one.operation, one.site) == place) or (rank,)
+
+
+def find_held_back(run: RunView, outside: tuple[Position, ...]) -> tuple[int, Event] | None:
+    """An exception that one rank alone handles at the moment, while it waits for the others in an `except` or a `finally`.
+    Where a rank is still under way it may come: long work in an `except`, as building what could not be loaded."""
+    if outside:
+        return None
+    held = {view.rank: error for view in run.ranks if (error := view.handling) is not None}
+    for rank, error in held.items():
+        alone = not any(other["type"] == error["type"] for number, other in held.items() if number != rank)
+        position = run.by_rank[rank].position
+        if alone and position is not None and error["frames"] and not ECHO.search(error["message"]):
+            return rank, Event("held-back", position.since, position.step, error | {"call": position.describe()})
+    return None
 
 
 def find_swallowed(run: RunView) -> tuple[int, Event] | None:

@@ -30,6 +30,10 @@ def explain_missing(run: RunView, mispairing: Mispairing) -> tuple[CallSite | No
     operation, site = mispairing.expected or ("", None)
     if site is None:
         return _explain_extra(mispairing, view)
+    if mispairing.unfinished:  # what it did may as well have come in addition
+        added = _explain_on_rank(mispairing, view)
+        if added is not None:
+            return added
     if operation == "gradients":
         found = _explain_no_gradients(view, mispairing.step, site)
         if found is not None:
@@ -68,18 +72,51 @@ def _explain_extra(mispairing: Mispairing, view: RankView) -> tuple[CallSite | N
     source = load(site.file) if site else None
     if site is None or source is None:
         return site, ""
-    if any((frame.file, frame.line) == (site.file, site.line) for frame in view.main_frames):
-        for frame in view.main_frames:
-            found = explain_on_rank(frame)
-            if found is not None:
-                return found[
-                    0
-                ], f"{short(site)} lies behind the condition at {short(found[1])}, which depends on the rank."
+    on_rank = _explain_on_rank(mispairing, view)
+    if on_rank is not None:
+        return on_rank
     condition = next((node for node, _ in conditions_of(source, site.line)), None)
     if condition is None:
         return site, f"{short(site)} was reached once more than usual."
     where = site if source.depends_on_rank(condition.test) else source.site(condition)  # type: ignore[attr-defined]
     return where, f"{short(site)} lies behind the condition at {short(source.site(condition))}."
+
+
+def _explain_on_rank(mispairing: Mispairing, view: RankView) -> tuple[CallSite, str] | None:
+    """The condition on the rank that led to what the rank did there: on its way to the line as its stack shows it, else
+    on the ways that the source has."""
+    site = mispairing.got[1] if mispairing.got else None
+    if site is None:
+        return None
+    stack = view.main_frames
+    is_there = any((frame.file, frame.line) == (site.file, site.line) for frame in stack)
+    found = next((one for frame in stack if (one := explain_on_rank(frame)) is not None), None) if is_there else None
+    found = found or (find_rank_condition_of_callers(view, site) if not is_there else None)
+    if found is None:
+        return None
+    return found[0], f"{short(site)} lies behind the condition at {short(found[1])}, which depends on the rank."
+
+
+def find_rank_condition_of_callers(view: RankView, site: CallSite, depth: int = 3) -> tuple[CallSite, CallSite] | None:
+    """Where no stack is left: a condition on the rank around the line, or around every call of the function it is in."""
+    source = load(site.file)
+    if source is None:
+        return None
+    own = explain_on_rank(Frame(site.file, site.line, ""))
+    name = getattr(source.function_at(site.line), "name", None)
+    if own is not None or name is None or not depth:
+        return own
+    files = sorted({one.file for one in view.sites.values()} | {site.file})
+    calls = [call for file in files for call in _calls_of(file, name)]
+    found = [find_rank_condition_of_callers(view, call, depth - 1) for call in calls]
+    return found[0] if found and all(found) else None
+
+
+def _calls_of(file: str, name: str) -> Iterator[CallSite]:
+    source = load(file)
+    for node in ast.walk(source.tree) if source is not None else ():
+        if isinstance(node, ast.Call) and getattr(node.func, "id", getattr(node.func, "attr", None)) == name:
+            yield source.site(node)  # type: ignore[union-attr]
 
 
 def explain_on_rank(frame: Frame) -> tuple[CallSite, CallSite] | None:

@@ -8,6 +8,7 @@ from instep.diagnose.rank_view import RankView
 from instep.diagnose.run_view import RunView
 from instep.records.event import Event
 
+MIN_PAST_STEPS = 3  # one step past the wrapper may be part of a set-up
 _APART = 1e-3  # relative; averaged gradients and equal updates give equal bits on one kind of machine
 
 
@@ -32,6 +33,18 @@ def averages_otherwise(view: RankView, wrapper: int) -> bool:
     if view.named("join"):
         return True
     return any(event["wrapper"] == wrapper for event in (*view.named("averaged-by-hand"), *view.named("comm-hook")))
+
+
+def past_wrapper(view: RankView) -> list[Event]:
+    """Steps of a rank whose gradients came of a forward past the wrapper, which averages nothing."""
+    events = view.named("forward-past-wrapper")
+    return [event for event in events if not averages_otherwise(view, event["wrapper"])]
+
+
+def find_past_wrapper(run: RunView) -> tuple[int, ...]:
+    """The ranks that train past the wrapper, where others do not: these wait for averages in which the first take no part."""
+    ranks = tuple(view.rank for view in run.ranks if len(past_wrapper(view)) >= MIN_PAST_STEPS)
+    return ranks if 0 < len(ranks) < run.world_size else ()
 
 
 @cache

@@ -12,7 +12,7 @@ from instep.diagnose.naming import name_ranks
 from instep.diagnose.rank_view import Position, RankView
 from instep.diagnose.run_view import RunView
 from instep.diagnose.source import Source, load
-from instep.records.finding import CallSite
+from instep.records.finding import CallSite, Certainty
 
 STALE_SECONDS = 2.0  # since the last beat of a rank's watching thread, which beats five times a second
 # What tells most comes first, where several ranks are stuck in different ways.
@@ -20,6 +20,7 @@ _KINDS = (
     "stopped-process",
     "interpreter-lock-held",
     "lock-across-fork",
+    "thread-died",
     "lock-wait",
     "data-loader-waits",
     "rank-stuck-outside",
@@ -55,6 +56,11 @@ class StuckRanks:
     def verb(self) -> str:
         """For a sentence that begins with the names."""
         return "is" if len(self.ranks) == 1 else "are"
+
+    @property
+    def certainty(self) -> Certainty:
+        """Work that is long may end well, unless a timeout of the others has ended the run before."""
+        return "likely" if self.hang.timed_out else "possible"
 
     @property
     def consequence(self) -> str:
@@ -98,6 +104,9 @@ def explain_outside(run: RunView, position: Position) -> Stuck:
         worker = _worker_frame(view)
         return Stuck("data-loader-waits", position, here, worker[0].site if worker else None)
     lock_line = _waits_for_lock(view)
+    if lock_line is not None and any(event["frames"] for event in view.named("thread-raised")[-1:]):
+        left = any(frame.own for _, frames in view.other_threads for frame in frames)  # that could still release it
+        return Stuck("thread-died", position, here, None, lock_line, proven=not left)
     if lock_line is not None:
         return Stuck("lock-wait", position, here, None, lock_line)
     return Stuck("rank-stuck-outside", position, here, _polling_loop(position))

@@ -16,7 +16,7 @@ from instep.records.recording import Mark
 
 # Of parameters that are sharded: their sizes differ when ranks are at different layers.
 _SHARDED = ("all_gather_into_tensor", "all_gather_single", "reduce_scatter_tensor", "reduce_scatter_single")
-EQUAL_SIZES = ("all_reduce", "all_gather", "reduce", "broadcast", "gather", *_SHARDED)
+EQUAL_SIZES = ("all_reduce", "all_gather", "reduce", "broadcast", "gather", "broadcast_object_list", *_SHARDED)
 _MIN_HISTORY = 3  # steps of the same shape that make a habit
 
 
@@ -37,6 +37,9 @@ class Slot:
     turn: int
     open: bool
     elements: int = 0
+    dtype: str = ""
+    root: int | None = None
+    flags: int = 0
 
     def describe(self) -> str:
         words = {"gradients": "gradients of backward", "buffers": "the wrapped model's forward"}
@@ -47,7 +50,10 @@ class Slot:
         """What has to be equal on all ranks. Two lines may meet rightly: a root often takes its own branch."""
         if self.operation == "gradients":
             return self.operation, self.turn
-        return (self.operation, self.elements) if self.operation in EQUAL_SIZES else (self.operation,)
+        if self.operation == "buffers":  # of an evaluation or of training
+            return self.operation, self.flags & (layout.NO_GRAD | layout.EVALUATING)
+        sizes = (self.elements, self.dtype) if self.operation in EQUAL_SIZES else ()
+        return self.operation, self.root, *sizes
 
 
 _STAGES = {"collective": "", "backward": "gradients", "forward": "buffers", "step": "optimizer", "data": "data"}
@@ -91,21 +97,29 @@ def _with_turns(marks: list[Mark]) -> Iterator[tuple[Mark, int]]:
 def _slot(view: RankView, mark: Mark, sequence: int, turn: int, is_open: bool) -> Slot:
     what = mark.kind.partition("-")[2]
     operation = mark.operation or _STAGES.get(what, what)
-    return Slot(view.rank, sequence, operation, view.site(mark.site), mark.step, turn, is_open, mark.elements)
+    given = mark.given if what == "collective" else (mark.elements, "", None)
+    return Slot(view.rank, sequence, operation, view.site(mark.site), mark.step, turn, is_open, *given, mark.flags)
 
 
 @dataclass(frozen=True)
 class Mispairing:
     """The first collective in which the ranks meant different things. odd: the rank that departed from its habit;
-    expected: what that rank does there otherwise; got: what it did; is_silent: all ranks came through it and went on."""
+    expected: what that rank does there otherwise; got: what it did; is_silent: all ranks came through it and went on;
+    differs: elements, dtype or root, where all called the same line and differ in that only; unfinished: the odd rank
+    did not come to the end of that turn."""
 
     slots: tuple[Slot, ...]
     step: int
     is_silent: bool
     odd: int | None = None
-    sizes_differ: bool = False
+    differs: str = ""
     expected: Act | None = None
     got: Act | None = None
+    unfinished: bool = False
+
+    @property
+    def sizes_differ(self) -> bool:
+        return self.differs in ("elements", "dtype")
 
 
 @cache
@@ -137,6 +151,9 @@ def counts_differ_rightly(run: RunView) -> bool:
 
 
 def _explain(run: RunView, tables: dict[int, dict[int, Slot]], slots: tuple[Slot, ...]) -> Mispairing:
+    skipped = _find_skipped_backward(tables, slots)
+    if skipped is not None:
+        return skipped
     step, turn = min(slot.step for slot in slots), min(slot.turn for slot in slots)
     departed: list[tuple[int, Act | None, Act | None]] = []
     for rank, table in tables.items():
@@ -147,12 +164,43 @@ def _explain(run: RunView, tables: dict[int, dict[int, Slot]], slots: tuple[Slot
         difference = _first_difference(shapes.get(turn, ()), habit, complete=max(shapes) > turn)
         if difference is not None:
             departed.append((rank, *difference))
-    is_silent = all(max(table) > slots[0].sequence for table in tables.values())
+    is_silent = _is_silent(tables, slots)
     operations = {slot.operation for slot in slots}
-    if len(operations) == 1 and operations <= set(EQUAL_SIZES) and not operations <= set(_SHARDED):
-        return Mispairing(slots, step, is_silent, sizes_differ=len({slot.site for slot in slots}) == 1)
+    comparable = operations <= set(EQUAL_SIZES) and not operations <= set(_SHARDED)
+    if len(operations) == 1 and (comparable or _difference(slots) == "root"):
+        return Mispairing(slots, step, is_silent, differs=_difference(slots))
     odd, expected, got = departed[0] if len(departed) == 1 else (None, None, None)
-    return Mispairing(slots, step, is_silent, odd, expected=expected, got=got)
+    unfinished = odd is not None and max(slot.turn for slot in tables[odd].values()) <= turn
+    return Mispairing(slots, step, is_silent, odd, expected=expected, got=got, unfinished=unfinished)
+
+
+def _is_silent(tables: dict[int, dict[int, Slot]], slots: tuple[Slot, ...]) -> bool:
+    return all(max(table) > slots[0].sequence for table in tables.values())
+
+
+def _find_skipped_backward(tables: dict[int, dict[int, Slot]], slots: tuple[Slot, ...]) -> Mispairing | None:
+    """Gradients of one forward that met those of a later one: a rank had none for the first."""
+    if {slot.operation for slot in slots} != {"gradients"}:
+        return None
+    first = min(slots, key=lambda slot: slot.turn)
+    skipped = [
+        slot.rank
+        for slot in slots
+        if not any(one.operation == "gradients" and one.turn == first.turn for one in tables[slot.rank].values())
+    ]
+    if len(skipped) != 1:
+        return None
+    step = min(slot.step for slot in slots)
+    return Mispairing(slots, step, _is_silent(tables, slots), skipped[0], expected=(first.operation, first.site))
+
+
+def _difference(slots: tuple[Slot, ...]) -> str:
+    """In what the same call differs between ranks; empty where they called different lines."""
+    if len({slot.site for slot in slots}) > 1:
+        return ""
+    return next(
+        (name for name in ("root", "dtype", "elements") if len({getattr(slot, name) for slot in slots}) > 1), ""
+    )
 
 
 def _shapes(table: dict[int, Slot]) -> dict[int, tuple[Act, ...]]:

@@ -151,6 +151,12 @@ class RankView:
         return None
 
     @property
+    def uncaught(self) -> dict[str, Any] | None:
+        """An exception that ended its program, and is not the echo of another rank's end: also while its process lives."""
+        event = self.last("uncaught")
+        return event.facts if event is not None and not ECHO.search(event["message"]) else None
+
+    @property
     def echoes(self) -> bool:
         """Whether its error only says that another rank has gone."""
         error = self.error
@@ -162,6 +168,11 @@ class RankView:
         taken = (self.snapshot or {}).get("time")
         went_on = taken is not None and bool(self.marks) and self.marks[-1].when > taken
         return None if went_on else self.snapshot
+
+    @property
+    def handling(self) -> dict[str, Any] | None:
+        """The exception that the main thread handled when it was last seen: type, message, frames, innermost first."""
+        return (self.newest_snapshot or {}).get("handling")
 
     @property
     def main_frames(self) -> tuple[Frame, ...]:
@@ -209,8 +220,12 @@ class RankView:
 
     @cached_property
     def position(self) -> Position | None:
-        if self.page is None or not self.marks:
+        if self.page is None:
             return None
+        if not self.marks:  # it has not spoken of others yet
+            frames = self.main_frames
+            here = frames[0].site if frames else None
+            return Position(self.rank, "outside", "", here, frames, self.page.started, 0, 0) if frames else None
         mark = self.marks[-1]
         frames = self.main_frames or self._frames_of_mark(mark)
         here = frames[0].site if frames else None

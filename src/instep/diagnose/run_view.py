@@ -10,6 +10,7 @@ from typing import Any
 
 from instep.diagnose.broken_off import find_last_stall
 from instep.diagnose.rank_view import Place, Position, RankView, is_process
+from instep.diagnose.timed_out import find_timed_out
 from instep.records.event import Event, read_events
 from instep.records.recording import read_page
 from instep.records.run_dir import RankDir, RunDir
@@ -86,6 +87,10 @@ def read_run(root: Path) -> RunView:
 def _last_stall(run_dir: RunDir) -> dict[str, Any] | None:
     pages = {rank: page for rank in run_dir.ranks() if (page := read_page(run_dir.rank(rank).page)) is not None}
     alive = any(is_process(page.pid, page.started) for page in pages.values())
+    failed = {rank: read_events(run_dir.rank(rank).events) for rank in pages if run_dir.rank(rank).failure.exists()}
+    timed_out = find_timed_out(pages, failed)
+    if timed_out is not None and not run_dir.nodes.exists():
+        return timed_out
     return find_last_stall(pages, read_json(run_dir.exits), alive) if not run_dir.nodes.exists() else None
 
 

@@ -27,24 +27,31 @@ def definitions(source: Source, expression: ast.AST, function: Function) -> Iter
             queue += [(value, where) for value, where in _passed_for(source, scope, name)]
             if not isinstance(scope, ast.Module):
                 queue += [(value, source.tree) for value in assigned_to(source.tree, name)]
-        queue += [(value, source.function_at(getattr(value, "lineno", 1))) for value in _kept_on_self(source, node)]
         queue += [(value, where) for name in _own_attributes(node) for value, where in _kept_as(source, name)]
         queue += _called(source, node)
 
 
-def _kept_on_self(source: Source, node: ast.AST) -> list[ast.AST]:
-    """Values given to `self.name`, for each `self.name` that is read."""
-    names = {one.attr for one in ast.walk(node) if _is_of_self(one) and isinstance(one.ctx, ast.Load)}  # type: ignore[attr-defined]
-    assigned = [one for one in ast.walk(source.tree) if names and isinstance(one, ast.Assign)]
-    return [
-        one.value
-        for one in assigned
-        if any(_is_of_self(part) and part.attr in names for target in one.targets for part in ast.walk(target))  # type: ignore[attr-defined]
-    ]
+def find_rank_decision(source: Source, expression: ast.AST, function: Function) -> ast.AST | None:
+    """What the rank decides about behind an expression: what singles out some ranks, else what shares out by the rank."""
+    on_rank = [one for one in definitions(source, expression, function) if _names_rank(source, one)]
+    return next((one for one in on_rank if _singles_out(source, one)), next(iter(on_rank), None))
 
 
-def _is_of_self(node: ast.AST) -> bool:
-    return isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "self"
+def _names_rank(source: Source, node: ast.AST) -> bool:
+    """Whether an expression depends on the rank, itself and not by way of another variable, or stands under a condition
+    that does."""
+    return not isinstance(node, ast.Name) and (source.depends_on_rank(node) or _under_rank_condition(source, node))
+
+
+def _under_rank_condition(source: Source, node: ast.AST) -> bool:
+    around = (one for one in source.ancestors(node) if isinstance(one, ast.If))
+    return any(source.depends_on_rank(one.test) for one in around)
+
+
+def _singles_out(source: Source, node: ast.AST) -> bool:
+    """Whether it treats one rank otherwise than the rest, as `n if rank == 0 else m` does, and not all by one formula."""
+    compared = (one for one in ast.walk(node) if isinstance(one, ast.Compare))
+    return any(source.depends_on_rank(one) for one in compared) or _under_rank_condition(source, node)
 
 
 def _loaded_names(node: ast.AST) -> list[str]:

@@ -30,6 +30,7 @@ _ECHOES = (
     "nccl communicator was aborted",
     "ncclremoteerror",
     "application timeout caused pair closure",
+    "timed out waiting",
     "heartbeatmonitor",
 )
 _ECHO_TYPES = (

@@ -51,7 +51,7 @@ class StallWatch:
         self._request = 0
         self._asked_at: float | None = None
         self._answered = 0  # the newest request of the first node that this one has answered
-        self._declared = False
+        self._declared = self._asked_survivors = False
 
     def look(self, pids: dict[int, int | None], now: float, sharing: Sharing | None = None) -> tuple[str, bool]:
         """pids: of every rank of this machine, None for one that has ended. Returns text to print, and whether the
@@ -107,6 +107,14 @@ class StallWatch:
         elif self._own_ranks_told(now):
             self._answered, self._asked_at = sharing.asked, None
             sharing.answer(self._answered, self._rows(now))
+
+    def ask_survivors(self) -> None:
+        """After a failure, before the others are ended: where they are may be the cause of it."""
+        if not self._asked_survivors:
+            self._asked_survivors = True
+            for watched in self.sights.ranks.values():
+                layout.U64.pack_into(watched.page, layout.REQUEST, self._request + 1)
+            self._request += 1
 
     def pages(self) -> dict[int, mmap.mmap]:
         return {rank: watched.page for rank, watched in self.sights.ranks.items()}
@@ -181,6 +189,8 @@ def watch_for_stalls(
     def on_tick(group: GroupState, _: float) -> Verdict | None:
         pids = {rank.place.rank: rank.pid if rank.alive else None for rank in group.ranks}
         sharing = group.sharing
+        if group.failures:
+            watch.ask_survivors()
         text, hopeless = watch.look(pids, time.monotonic(), sharing)
         if sharing is not None and sharing.stop_asked:
             return Verdict(stop=True)

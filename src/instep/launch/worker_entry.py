@@ -73,6 +73,8 @@ def enter(job: Job) -> None:
     except BaseException as error:
         _forget_our_frames(error)
         _tell(job, error)
+        if job.watch:
+            _note_uncaught(error)
         if isinstance(error, InstepError):
             sys.exit(error.exit_code)
         # Python handles the rest (exit code, atexit, SIGINT's status); the text is out already.
@@ -134,6 +136,13 @@ def _note_exit(error: SystemExit) -> None:
     from instep.launch.probe import note_exit
 
     note_exit(error)
+
+
+def _note_uncaught(error: BaseException) -> None:
+    """For diagnosis while the process has not ended: it may not come to its end by itself."""
+    from instep.launch.probe import note_uncaught
+
+    note_uncaught(error)
 
 
 def _without_our_frames(trace: TracebackType | None) -> TracebackType | None:

@@ -106,6 +106,14 @@ ASYNC, OTHER_GROUP, OTHER_THREAD, UNSYNCED, NO_GRAPH, NO_GRAD, EVALUATING = (1 <
 GROUP_BITS = 8  # of the flags, above these: a number for the process group, 0 for the default one
 TRAINED = 1  # flag of a batch print: gradients were computed from it
 
+# Of the first tensor that is passed to a collective; 0 stands for one that is not known.
+DTYPES: tuple[str, ...] = (
+    "",
+    *("float32", "float64", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8", "bool"),
+    *("complex64", "complex128", "float8_e4m3fn", "float8_e5m2"),
+)
+_ELEMENT_BITS = 40
+
 SECONDS_OF = (
     *("data", "forward", "backward", "backward_cpu", "step", "collective", "total", "steps", "usual_own"),
     "delayed",  # ready to run and without a core
@@ -122,10 +130,15 @@ def pack_batch(sends: int, receives: int) -> int:
     return sends << 32 | receives
 
 
+def pack_given(elements: int, dtype: int, root: int) -> int:
+    """What was passed to a collective, as it goes into the number of elements. root: -1 for none."""
+    return min(elements, (1 << _ELEMENT_BITS) - 1) | dtype << _ELEMENT_BITS | (root + 1 & 0xFFFF) << _ELEMENT_BITS + 8
+
+
 @dataclass(frozen=True)
 class Mark:
     """One moment in the life of a rank. site: number of a call site, named in the rank's events; count: for a transfer
-    between two ranks the other one, counted from 1."""
+    between two ranks the other one, counted from 1; elements: see `given` for what was passed to a collective."""
 
     kind: str
     operation: str
@@ -136,6 +149,13 @@ class Mark:
     count: int
     elements: int
     when: float
+
+    @property
+    def given(self) -> tuple[int, str, int | None]:
+        """Elements, dtype and root of what was passed to a collective; empty and None where they are not known."""
+        dtype, root = self.elements >> _ELEMENT_BITS & 0xFF, self.elements >> _ELEMENT_BITS + 8
+        name = DTYPES[dtype] if dtype < len(DTYPES) else ""
+        return self.elements & (1 << _ELEMENT_BITS) - 1, name, root - 1 if root else None
 
     @property
     def transfers(self) -> tuple[int, int]:

@@ -36,12 +36,23 @@ def install(rank_dir: Path, profile: tuple[int, int] | None = None, **unused: An
 
 def note_exit(error: SystemExit) -> None:
     """Called when the program ends with SystemExit: what it was handling then may be the cause."""
-    from instep.launch.probe.exits import note_end
+    from instep.launch.probe.exits import note_end, note_program_exit
     from instep.launch.probe.recorder import current
 
     recorder = current()
     if recorder is not None:
         note_end(recorder, "SystemExit", error.code, error)
+        note_program_exit(recorder, error)
+
+
+def note_uncaught(error: BaseException) -> None:
+    """Called when an exception ends the program."""
+    from instep.launch.probe.exits import describe_error
+    from instep.launch.probe.recorder import contained, current
+
+    recorder = current()
+    if recorder is not None:
+        contained(lambda: recorder.log.note("uncaught", **describe_error(error)))()
 
 
 def _write_stacks_on_signal(paths: RankDir) -> None:
@@ -62,19 +73,19 @@ def _wrap_torch(recorder: Any, paths: RankDir) -> None:
     from instep.launch.probe.mistakes import watch_mistakes
     from instep.launch.probe.optimizing import watch_optimizers
     from instep.launch.probe.patching import hide_from_compiler
-    from instep.launch.probe.recorder import contained
     from instep.launch.probe.plain_models import watch_plain_models
-    from instep.launch.probe.watcher import Watcher
+    from instep.launch.probe.recorder import contained
     from instep.launch.probe.schedules import watch_schedules
     from instep.launch.probe.site_costs import watch_site_costs
+    from instep.launch.probe.watcher import Watcher
     from instep.launch.probe.wrapping import watch_wrapping
 
     watcher = Watcher(recorder, paths.snapshot)
     for watch in (watch_exits, watch_wrapping, watch_backward, watch_data, watch_mistakes, watch_evaluations):
         contained(watch)(recorder)
     fingerprints = Fingerprints(recorder)
-    contained(watch_optimizers)(recorder, fingerprints)
     for watch in (watch_plain_models, watch_schedules, watch_site_costs):
         contained(watch)(recorder)
+    contained(watch_optimizers)(recorder, fingerprints)
     contained(watch_collectives)(recorder, watcher.start, fingerprints.final)
     hide_from_compiler(__name__)

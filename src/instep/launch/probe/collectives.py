@@ -21,6 +21,17 @@ from instep.records import recording as layout
 
 _ENTER, _LEAVE = layout.KIND_NUMBER["enter-collective"], layout.KIND_NUMBER["leave-collective"]
 _COLLECTIVE = layout.SECONDS_OF.index("collective")
+_DTYPES = {getattr(torch, name, None): number for number, name in enumerate(layout.DTYPES) if name}
+# Where the root stands among the arguments.
+_ROOTS = {
+    "broadcast": ("src", 1),
+    "broadcast_object_list": ("src", 1),
+    "reduce": ("dst", 1),
+    "gather": ("dst", 2),
+    "gather_object": ("dst", 2),
+    "scatter": ("src", 2),
+    "scatter_object_list": ("src", 2),
+}
 
 
 def watch_collectives(
@@ -139,9 +150,9 @@ def _enter(recorder: Recorder, operation: int, counted: bool, args: Any, kwargs:
         recorder.has_sent = True
         recorder.log.note("point-to-point", site=site, call=name)
     given = next((one for one in (*args[:2], kwargs.get("tensor")) if isinstance(one, torch.Tensor)), None)
-    elements = 0
+    elements = layout.pack_given(_list_length(name, args, kwargs), 0, _root(name, args, kwargs)) if counted else 0
     if given is not None:
-        elements = given.numel()
+        elements = layout.pack_given(given.numel(), _DTYPES.get(given.dtype, 0), _root(name, args, kwargs))
         note_parameter_traffic(recorder, given, site, layout.OPERATIONS[operation])
     if name == "batch_isend_irecv":
         elements = layout.pack_batch(*_count_transfers(args, kwargs))
@@ -156,6 +167,21 @@ def _group_flags(args: Any, kwargs: Any) -> int:
     if group is None or group is dist.group.WORLD:
         return 0
     return layout.OTHER_GROUP | layout.pack_group(zlib.crc32(getattr(group, "group_name", "").encode()))
+
+
+def _list_length(name: str, args: Any, kwargs: Any) -> int:
+    """Of the objects that go to all ranks, which each rank has to have a place for."""
+    objects = args[0] if args else kwargs.get("object_list", ())
+    return len(objects) if name == "broadcast_object_list" and isinstance(objects, list) else 0
+
+
+def _root(name: str, args: Any, kwargs: Any) -> int:
+    """The rank that sends to all or gets from all, 0 where the call does not name it; -1 where there is none."""
+    if name not in _ROOTS:
+        return -1
+    word, place = _ROOTS[name]
+    given = (args[place] if place < len(args) else None, kwargs.get(word), kwargs.get(f"group_{word}"))
+    return next((rank for rank in given if isinstance(rank, int)), 0)
 
 
 def _count_transfers(args: Any, kwargs: Any) -> tuple[int, int]:

@@ -14,6 +14,7 @@ from types import FrameType
 from typing import Any
 
 from instep.launch.probe import flight
+from instep.launch.probe.exits import handled_error
 from instep.launch.probe.recorder import Recorder, contained
 from instep.launch.probe.sites import is_users_file, user_stack
 from instep.records import recording as layout
@@ -142,4 +143,5 @@ def take_snapshot(recorder: Recorder) -> dict[str, Any]:
         "threads": threads,
         "collectives": collectives,
         "groups": flight.read_groups(),
+        "handling": contained(handled_error)(recorder.main_thread),
     }

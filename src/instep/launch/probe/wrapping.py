@@ -168,6 +168,7 @@ def _note_model(recorder: Recorder, site: int, module: torch.nn.Module, options:
         broadcast_buffers=options.get("broadcast_buffers"),
         ranks=dist.get_process_group_ranks(group) if group is not None else None,
         bytes=sum(p.numel() * p.element_size() for p in module.parameters() if p.requires_grad),
+        buffers=sum(1 for _ in module.buffers()),
         batch_norms=sum(
             isinstance(m, torch.nn.modules.batchnorm._BatchNorm) and m.track_running_stats for m in module.modules()
         ),

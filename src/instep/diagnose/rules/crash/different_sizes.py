@@ -1,16 +1,16 @@
-"""Ranks entered the same collective with tensors of different sizes.
+"""Ranks entered the same collective with tensors of different sizes or types.
 
 ## What it sees
-The number of elements that each rank passed to the same call.
+The number and the type of the elements that each rank passed to the same call.
 
 ## Why it matters
 gloo ends the process with SIGABRT and no traceback, or lets one rank go on with part of the data.
 
 ## What to do
-Pass tensors of one size: pad to the largest (all-reduce the sizes first), or gather objects instead.
+Pass tensors of one size and one dtype: pad to the largest (all-reduce the sizes first), or gather objects instead.
 
 ## When it is wrong
-Hardly: these collectives need equal sizes.
+Hardly: these collectives need equal sizes and types.
 """
 
 from __future__ import annotations

@@ -17,26 +17,38 @@ Scripts whose ranks rightly take part in different collectives of different grou
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 
+from instep.diagnose.data_facts import UnevenLap, describe_counts, find_uneven_lap, made_uneven_at
+from instep.diagnose.hang import find_fork
 from instep.diagnose.missing import explain_missing
 from instep.diagnose.naming import short
 from instep.diagnose.pairing import Mispairing, find_mispairing
+from instep.diagnose.rank_view import RankView
 from instep.diagnose.run_view import RunView
 from instep.records.finding import Evidence, Finding
 
 
 def check(run: RunView) -> Iterator[Finding]:
+    yield from _parted(run) if find_mispairing(run) is None else ()
     mispairing = find_mispairing(run)
     failed = [view for view in run.ranks if view.failure is not None]
     if mispairing is None or mispairing.is_silent or mispairing.sizes_differ or not failed or run.stall is not None:
         return
     if any(view.error is not None and not view.echoes for view in failed):
         return  # a rank with an error of its own left the others behind
-    where, why = explain_missing(run, mispairing)
+    uneven = find_uneven_lap(run)
+    if uneven is not None:
+        where, why = (
+            made_uneven_at(run, uneven),
+            "The ranks have different numbers of batches, and met in different places.",
+        )
+    else:
+        where, why = explain_missing(run, mispairing)
     yield Finding(
         id="crash/uneven-collectives",
-        title=describe(mispairing),
+        title=describe_counts(uneven) if uneven is not None else describe(mispairing),
         cause=why
         or "The ranks had entered different collectives, which were paired all the same, and their sizes differ.",
         fix=(
@@ -45,10 +57,48 @@ def check(run: RunView) -> Iterator[Finding]:
         ),
         evidence=cite(run, mispairing),
         certainty="certain" if where is not None else "likely",
-        ranks=(mispairing.odd,) if mispairing.odd is not None else (),
+        ranks=_odd_ranks(mispairing, uneven),
         where=where or mispairing.slots[-1].site,
         explains=("crash/*", "hang/*", "numbers/ranks-apart"),
     )
+
+
+def _parted(run: RunView) -> Iterator[Finding]:
+    """Where the collectives themselves are not known, as those that torch starts in C++: the ranks' stacks at their end."""
+    aborted = [view for view in run.ranks if _has_aborted(view)]
+    others = [view for view in run.ranks if not _has_aborted(view) and view.failure is not None and view.echoes]
+    if not aborted or run.stall is not None or len(aborted) + len(others) < run.world_size:
+        return
+    fork = find_fork(tuple(view.position for view in run.ranks if view.position is not None))
+    if fork is None or fork.kind not in ("rank-branch", "branch"):
+        return
+    inside, outside = run.by_rank[fork.inside], run.by_rank[fork.outside]
+    there, elsewhere = (view.main_frames[0].site if view.main_frames else None for view in (inside, outside))
+    yield Finding(
+        id="crash/uneven-collectives",
+        title=f"rank {inside.rank} was at {short(there)} when rank {outside.rank} was at {short(elsewhere)}, and both sent to each other",
+        cause=f"The condition at {short(fork.condition)} came out differently on the ranks; the collectives behind it were paired "
+        "with others all the same, and their sizes differ.",
+        fix=(f"run {short(fork.where)} on every rank, or on none",),
+        evidence=tuple(
+            view.cite(f"rank {view.rank} was at {short(at)}") for view, at in ((inside, there), (outside, elsewhere))
+        ),
+        certainty="likely",
+        ranks=(inside.rank,),
+        where=fork.where,
+        explains=("crash/*",),
+    )
+
+
+def _has_aborted(view: RankView) -> bool:
+    """As gloo does on a message of another size."""
+    return view.failure is not None and view.failure.get("exit_code") == -signal.SIGABRT and view.error is None
+
+
+def _odd_ranks(mispairing: Mispairing, uneven: UnevenLap | None) -> tuple[int, ...]:
+    if uneven is not None:
+        return uneven.short_ranks
+    return (mispairing.odd,) if mispairing.odd is not None else ()
 
 
 def describe(mispairing: Mispairing) -> str:

@@ -36,7 +36,7 @@ def check(run: RunView) -> Iterator[Finding]:
         cause="The batch does not come" + (f"; its worker is at {short(stuck.cause_at)}." if stuck.cause_at else "."),
         fix=(f"look at {short(stuck.cause_at or stuck.here)}: what is read there, and from where",),
         evidence=cite_positions(run, found.positions),
-        certainty="possible",
+        certainty=found.certainty,
         ranks=found.ranks,
         where=stuck.cause_at or stuck.here,
     )

@@ -1,16 +1,16 @@
-"""Ranks entered the same collective with tensors of different sizes.
+"""Ranks entered the same collective with tensors of different sizes or types.
 
 ## What it sees
-The number of elements that each rank passed to the same call.
+The number and the type of the elements that each rank passed to the same call.
 
 ## Why it matters
 A backend that sends pieces of different sizes waits for bytes that never come, or goes on with wrong numbers.
 
 ## What to do
-Pass tensors of one size: pad to the largest (all-reduce the sizes first), or gather objects instead.
+Pass tensors of one size and one dtype: pad to the largest (all-reduce the sizes first), or gather objects instead.
 
 ## When it is wrong
-Hardly: these collectives need equal sizes.
+Hardly: these collectives need equal sizes and types.
 """
 
 from __future__ import annotations
@@ -24,6 +24,15 @@ from instep.diagnose.rules.crash.uneven_collectives import cite
 from instep.diagnose.run_view import RunView
 from instep.records.finding import Finding
 
+_CAUSES = {
+    "elements": "The sizes have to be equal on all ranks. What the tensor is made of differs between them, as the last, smaller batch does.",
+    "dtype": "The type has to be equal on all ranks: bytes are sent, and each rank reads them as its own type. Different branches made the tensor.",
+}
+_FIXES = {
+    "elements": "pass tensors of one size at {}: pad to the largest, or use all_gather_object",
+    "dtype": "give the tensor the same dtype on every rank before {}",
+}
+
 
 def check(run: RunView) -> Iterator[Finding]:
     hang = classify(run)
@@ -33,13 +42,14 @@ def check(run: RunView) -> Iterator[Finding]:
 
 def describe_sizes(name: str, run: RunView, mispairing: Mispairing) -> Finding:
     slots = mispairing.slots
-    sizes = ", ".join(f"{slot.elements} on rank {slot.rank}" for slot in slots[:8])
     where = slots[0].site
+    what = "numbers of elements" if mispairing.differs == "elements" else "types of numbers"
+    values = ", ".join(f"{getattr(slot, mispairing.differs)} on rank {slot.rank}" for slot in slots[:8])
     return Finding(
         id=name,
-        title=f"{slots[0].operation} at {short(where)} was given different numbers of elements: {sizes}",
-        cause="The sizes have to be equal on all ranks. What the tensor is made of differs between them, as the last, smaller batch does.",
-        fix=(f"pass tensors of one size at {short(where)}: pad to the largest, or use all_gather_object",),
+        title=f"{slots[0].operation} at {short(where)} was given different {what}: {values}",
+        cause=_CAUSES[mispairing.differs],
+        fix=(_FIXES[mispairing.differs].format(short(where)),),
         evidence=cite(run, mispairing),
         certainty="certain",
         where=where,

@@ -36,7 +36,7 @@ def check(run: RunView) -> Iterator[Finding]:
         cause=f"No thread of the process answers: compiled code called at {here} does not release the interpreter lock.",
         fix=(f"look at the call at {here}",),
         evidence=cite_positions(run, found.positions),
-        certainty="possible",
+        certainty=found.certainty,
         ranks=found.ranks,
         where=stuck.cause_at or stuck.here,
     )

@@ -36,7 +36,7 @@ def check(run: RunView) -> Iterator[Finding]:
         cause=f"The main thread waits for {stuck.detail}; what would release it does not come.",
         fix=(f"look at {here}, and at who should release it",),
         evidence=cite_positions(run, found.positions),
-        certainty="possible",
+        certainty=found.certainty,
         ranks=found.ranks,
         where=stuck.cause_at or stuck.here,
     )

@@ -34,11 +34,12 @@ def check(run: RunView) -> Iterator[Finding]:
         yield _stopped_by_callback(run, hang, hang.stop)
         return
     one_of = "" if fork.choices < 2 else f" (one of {fork.choices} ways out)"
+    by_length = fork.condition is None and fork.loop is not None and fork.loop != fork.where
+    decided = f"How often the loop at {short(fork.loop)} runs" if by_length else "The way out of the loop"
     yield Finding(
         id="hang/loop-left-early",
         title=f"rank {fork.outside} has left the loop in which rank {fork.inside} still waits",
-        cause=f"The way out of the loop is decided at {short(fork.where)}{one_of} by each rank for itself: "
-        f"`{fork.where.source}`. Rank {fork.outside} went on, rank {fork.inside} waits for it in the loop.",
+        cause=f"{decided} is decided at {short(fork.where)}{one_of} by each rank for itself: `{fork.where.source}`. Rank {fork.outside} went on, rank {fork.inside} waits for it in the loop.",
         fix=(f"let one rank decide at {short(fork.where)} and broadcast the decision, or all-reduce the value first",),
         evidence=cite_positions(run, hang.waiting + hang.outside),
         certainty="certain" if hang.proven else "likely",

@@ -37,7 +37,7 @@ def check(run: RunView) -> Iterator[Finding]:
         f"written. What it does at {here} has not come to an end.",
         fix=(f"look at {here}: does it end, and who has to do it?",),
         evidence=cite_positions(run, found.positions),
-        certainty="possible",
+        certainty=found.certainty,
         ranks=found.ranks,
         where=stuck.cause_at or stuck.here,
     )

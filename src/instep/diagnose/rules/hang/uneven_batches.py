@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from instep.diagnose.data_facts import UnevenLap, made_uneven_at
+from instep.diagnose.data_facts import UnevenLap, describe_counts, made_uneven_at
 from instep.diagnose.hang import cite_positions, classify
 from instep.diagnose.naming import short
 from instep.diagnose.run_view import RunView
@@ -44,14 +44,6 @@ def check(run: RunView) -> Iterator[Finding]:
         where=where or uneven.loop,
         explains=("hang/*", "numbers/*"),
     )
-
-
-def describe_counts(uneven: UnevenLap) -> str:
-    parts = [
-        f"rank {rank} is in batch {count}" if rank in uneven.running else f"rank {rank} finished its {count} batches"
-        for rank, count in sorted(uneven.counts.items())[:8]
-    ]
-    return f"{', '.join(parts)} of the same pass over the data"
 
 
 def what_to_do(where: object) -> tuple[str, ...]:

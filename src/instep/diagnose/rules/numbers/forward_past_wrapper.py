@@ -18,28 +18,26 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from instep.diagnose.lines import inner_call
-from instep.diagnose.model_facts import averages_otherwise
-from instep.diagnose.naming import short
+from instep.diagnose.model_facts import MIN_PAST_STEPS, find_past_wrapper, past_wrapper
+from instep.diagnose.naming import name_ranks, short
 from instep.diagnose.run_view import RunView
 from instep.records.finding import Finding
-
-MIN_STEPS = 3  # one step may be part of a set-up
 
 
 def check(run: RunView) -> Iterator[Finding]:
     if run.world_size < 2:
         return
+    some = find_past_wrapper(run)
     for view in run.ranks:
-        events = [
-            event for event in view.named("forward-past-wrapper") if not averages_otherwise(view, event["wrapper"])
-        ]
-        if len(events) < MIN_STEPS:
+        events = past_wrapper(view)
+        if len(events) < MIN_PAST_STEPS:
             continue
         calls = [event for event in view.named("inner-forward") if event["wrapper"] == events[0]["wrapper"]]
         where = view.site(calls[0]["site"]) if calls else inner_call(view.site(events[0]["site"]))
         yield Finding(
             id="numbers/forward-past-wrapper",
-            title=f"gradients were not averaged in {len(events)} steps: the model is called past its wrapper",
+            title=f"gradients were not averaged in {len(events)} steps: the model is called past its wrapper"
+            + (f" on {name_ranks(some)}" if some else ""),
             cause=f"The forward at {short(where)} runs the inner model, so DistributedDataParallel does not know of it and averages nothing; "
             "every rank trains a model of its own.",
             fix=(f"call the wrapped model at {short(where)} instead of its .module",),
@@ -50,7 +48,8 @@ def check(run: RunView) -> Iterator[Finding]:
                 *(view.cite(f"inner model called at {short(where)}") for _ in calls[:1]),
             ),
             certainty="certain" if calls else "likely",
+            ranks=some,
             where=where,
-            explains=("numbers/ranks-apart",),
+            explains=("numbers/ranks-apart", *(("hang/*", "crash/*", "numbers/silent-pairing") if some else ())),
         )
         return
