@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 import weakref
 import zlib
@@ -19,6 +20,7 @@ from instep.launch.probe.nonfinite import remember_batch
 from instep.launch.probe.patching import replace
 from instep.launch.probe.recorder import Recorder, contained
 from instep.launch.probe.sample_sets import Seen, can_shuffle, print_data_set
+from instep.launch.probe.sites import is_users_file
 from instep.launch.probe.tensor_prints import print_tensor, tensors_in
 from instep.launch.probe.worker_memory import LOOK_AT, note_dead_workers, note_worker_memory
 from instep.records import recording as layout
@@ -66,11 +68,20 @@ class Loaders:
         self.sampler_sites: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         self.drawn: weakref.WeakKeyDictionary[Any, deque[list[int]]] = weakref.WeakKeyDictionary()
         self.made = 0
+        self.sites_of: dict[int, int] = {}  # by data set: the line of the script that made its newest loader
 
     def add(self, loader: Any, site: int) -> Loader:
         self.made += 1
         entry = self.known[loader] = Loader(self.made, site)
         return entry
+
+    def add_made(self, loader: Any, site: int, by_user: bool) -> None:
+        """by_user: the script made it itself. Training libraries make a loader anew out of the script's own, which is the
+        one to change."""
+        number = id(loader.dataset)
+        if by_user:
+            self.sites_of[number] = site
+        self.add(loader, self.sites_of.get(number, site))
 
     def take_indices(self, iterator: Any) -> list[int]:
         """The samples of the batch that is handed out next; workers are given theirs long before."""
@@ -91,9 +102,9 @@ def watch_data(recorder: Recorder) -> None:
 
 def _wrap_made(recorder: Recorder, loaders: Loaders, original: Callable[..., Any]) -> Callable[..., Any]:
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        site = recorder.sites.here(1)
+        site, by_user = recorder.sites.here(1), is_users_file(sys._getframe(1).f_code.co_filename)
         original(self, *args, **kwargs)
-        contained(loaders.add)(self, site)
+        contained(loaders.add_made)(self, site, by_user)
 
     return __init__
 

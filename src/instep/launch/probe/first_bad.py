@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from instep.launch.probe.operations import Saved, is_bad, judge, read_saved, short_name
+from instep.launch.probe.operations import Saved, is_bad, is_there, judge, read_saved, short_name
 from instep.launch.probe.wrapping import WRAPPERS
 
 _MOST_NODES = 4000
@@ -69,7 +69,7 @@ def _with_operands(node: Any, saved: Saved) -> Saved:
     """A matrix product does not keep a factor whose partner needs no gradient: the weights of a first layer."""
     if short_name(node) == "Addmm" and not isinstance(saved.get("mat2"), torch.Tensor):
         weight = _leaf(node.next_functions[2][0])
-        if weight is not None:
+        if weight is not None and is_there(weight):
             first = saved.get("mat1")
             dtype = first.dtype if isinstance(first, torch.Tensor) else weight.dtype  # autocast has cast the weights
             return saved | {"mat2": weight.detach().t().to(dtype)}

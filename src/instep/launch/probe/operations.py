@@ -30,10 +30,19 @@ def read_saved(node: Any) -> Saved:
     for key in dir(node):
         if key.startswith("_saved_"):
             try:
-                found[key.removeprefix("_saved_")] = getattr(node, key)
+                value = getattr(node, key)
             except RuntimeError:
                 continue
+            if is_there(value):
+                found[key.removeprefix("_saved_")] = value
     return found
+
+
+def is_there(value: Any) -> bool:
+    """Whether a tensor has its memory: sharded models free that of whole parameters between their uses."""
+    if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
+        return True
+    return not value.numel() or value.untyped_storage().nbytes() > 0
 
 
 def short_name(node: Any) -> str:

@@ -65,8 +65,17 @@ def check(run: RunView) -> Iterator[Finding]:
 def _still_grows(view: RankView, event: Event) -> bool:
     """Not a cache of the data set's samples on its way to hold them all, and not full since long."""
     lengths = [row["length"] for row in view.named("loader") if row["length"]]
-    is_cache = "." in event["name"] and event["history"][-1][1] <= max(lengths, default=0)
+    is_cache = _is_in_data_set(find_growth(event)) and event["history"][-1][1] <= max(lengths, default=0)
     return not is_cache and event["history"][-1][0] >= MIN_PLACE * view.num_steps
+
+
+def _is_in_data_set(where: CallSite | None) -> bool:
+    """Whether a line is in a class that gives samples by their number."""
+    source = load(where.file) if where is not None else None
+    for node in ast.walk(source.tree) if source is not None else ():
+        if isinstance(node, ast.ClassDef) and where is not None and node.lineno <= where.line <= (node.end_lineno or 0):
+            return any(getattr(part, "name", "") == "__getitem__" for part in node.body)
+    return False
 
 
 def _has_bound(event: Event) -> bool:

@@ -21,6 +21,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from instep.diagnose.naming import short
+from instep.diagnose.plain_facts import plain_models
 from instep.diagnose.rank_view import RankView
 from instep.diagnose.run_view import RunView
 from instep.diagnose.site_costs import Cost, costs_of
@@ -30,25 +31,35 @@ from instep.records.finding import CallSite, Finding
 MIN_PER_STEP = 0.9  # calls
 MIN_SHARE = 0.2  # of the time, on the rank that waits least
 MIN_SECONDS = 1.0  # in all: less is not worth a word
-MANY = 4  # calls of one line per step that can be joined in one
+SEVERAL = 1.9  # calls per step: one may be needed in each, as for the number of targets
+MANY = 16  # calls of one line per step that can be joined in one
 
 
 def check(run: RunView) -> Iterator[Finding]:
     found = [(view, shares) for view in run.ranks if (shares := measure_shares(view)) is not None]
     if not run.is_whole or len(found) < len(run.ranks) or len(found) < 2:
         return
-    tables = [{cost.site: cost for cost in _each_step(view, shares.steps)} for view, shares in found]
+    averages = {model.averaged_at for model in plain_models(run)}
+    tables = [{cost.site: cost for cost in _each_step(view, shares.steps, averages)} for view, shares in found]
     common = [site for site in tables[0] if all(site in table for table in tables)]
     least = {site: min(table[site].seconds for table in tables) for site in common}
-    total, seconds = max(shares.total_seconds for _, shares in found), sum(least.values())
+    # On a busy machine a message waits for a core at both of its ends.
+    delayed = max(shares.delayed_seconds for _, shares in found)
+    total, seconds = max(shares.total_seconds for _, shares in found), sum(least.values()) - delayed
     if not common or seconds < max(MIN_SECONDS, MIN_SHARE * total):
         return
     where = max(least, key=lambda site: least[site])
     yield _finding(run, tables, where, least, seconds / total, found[0][1].steps)
 
 
-def _each_step(view: RankView, steps: int) -> list[Cost]:
-    return [cost for cost in costs_of(view, "collectives") if cost.calls >= MIN_PER_STEP * steps]
+def _each_step(view: RankView, steps: int, averages: set[CallSite | None]) -> list[Cost]:
+    """Lines that can do without: those that join something small several times in a step, barriers, and objects, which
+    are pickled; of gradients that the script averages itself when there are very many of them."""
+    rows = [cost for cost in costs_of(view, "collectives") if cost.calls >= MIN_PER_STEP * steps]
+    others = [cost for cost in rows if cost.site not in averages]
+    dear = [cost for cost in others if any(word in cost.site.source for word in ("barrier", "_object"))]
+    small = others if sum(cost.calls for cost in others) >= SEVERAL * steps else dear
+    return [*small, *(cost for cost in rows if cost.site in averages and cost.calls >= MANY * steps)]
 
 
 def _finding(
@@ -61,7 +72,7 @@ def _finding(
 ) -> Finding:
     lines = sorted(least, key=lambda site: -least[site])
     calls = sum(tables[0][site].calls for site in lines) / steps
-    many = tables[0][where].calls / steps >= MANY
+    many = tables[0][where].calls >= MANY * steps
     remedy = (
         f"join them in one: copy into one flat tensor, call the collective once at {short(where)}, copy back"
         if many
