@@ -43,9 +43,10 @@ def compare(one: Position, two: Position) -> Fork | None:
     if source is None or first.line == second.line:
         return None
     return (
-        _branch(source, one, two, first, second)
+        _branch_on_rank(source, one, two, first, second)
         or _inside_call(one, two, first)
         or _inside_call(two, one, second)
+        or _branch(source, one, two, first, second)
         or _left_loop(source, one, two, first, second)
     )
 
@@ -60,9 +61,8 @@ def _parting(one: tuple[Frame, ...], two: tuple[Frame, ...]) -> tuple[Frame, Fra
     return None
 
 
-def _branch(source: Source, one: Position, two: Position, first: Frame, second: Frame) -> Fork | None:
-    """A condition that holds one of the lines and not the other. For a condition on the rank the line itself is where
-    to look; otherwise the condition is."""
+def _branch_on_rank(source: Source, one: Position, two: Position, first: Frame, second: Frame) -> Fork | None:
+    """A condition on the rank that holds one of the lines and not the other; the line itself is where to look."""
     for inner, outer, line, other in ((one, two, first.line, second.line), (two, one, second.line, first.line)):
         for condition, test in conditions_of(source, line):
             others = [one_condition for one_condition, _ in conditions_of(source, other)]
@@ -71,6 +71,11 @@ def _branch(source: Source, one: Position, two: Position, first: Frame, second: 
             if source.depends_on_rank(test) and not _comes_after_a_loop(source, condition, other):
                 where = source.site(line if _holds(condition, line) else condition)  # a guard is where to look itself
                 return Fork("rank-branch", inner.rank, outer.rank, where, source.site(condition))
+    return None
+
+
+def _branch(source: Source, one: Position, two: Position, first: Frame, second: Frame) -> Fork | None:
+    """Another condition that holds one of the lines and not the other."""
     for inner, outer, line, other in ((one, two, first.line, second.line), (two, one, second.line, first.line)):
         if _in_common_loop(source, line, other):
             for condition, _ in conditions_of(source, line):

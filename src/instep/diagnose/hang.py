@@ -56,7 +56,7 @@ def classify(run: RunView) -> Hang | None:
         return replace(base, kind="error-swallowed", error=error)
     if find_past_wrapper(run):
         return replace(base, kind="past-wrapper")
-    threads = find_threaded(run)
+    threads = find_threaded(run) if not outside else None
     if threads is not None:
         return replace(base, kind="collectives-in-threads", threads=threads)
     mispairing = find_mispairing(run)

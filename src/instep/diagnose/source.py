@@ -106,7 +106,7 @@ class Source:
         return frozenset(names)
 
     def depends_on_rank(self, expression: ast.AST) -> bool:
-        return _mentions_rank(expression, self.rank_names)
+        return _mentions_rank(expression, self.rank_names) and not _asks_whether_set(expression)
 
 
 @cache
@@ -142,6 +142,13 @@ def _is_rank_value(value: ast.expr, known: set[str]) -> bool:
     if isinstance(value, ast.IfExp):
         return _is_rank_value(value.body, known) or _is_rank_value(value.orelse, known)
     return False
+
+
+def _asks_whether_set(expression: ast.AST) -> bool:
+    """`local_rank != -1` and `rank is None`: whether the script was launched at all, which comes out alike on all ranks."""
+    return isinstance(expression, ast.Compare) and all(
+        ast.unparse(one) in ("-1", "None") for one in expression.comparators
+    )
 
 
 def _mentions_rank(expression: ast.AST, known: frozenset[str]) -> bool:

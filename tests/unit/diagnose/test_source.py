@@ -5,6 +5,8 @@ from __future__ import annotations
 import ast
 from pathlib import Path
 
+import pytest
+
 from instep.diagnose.branches import compare, conditions_of, find_handler, rank_condition, ways_out
 from instep.diagnose.frames import Frame
 from instep.diagnose.missing import find_conditional_growth, find_leaf
@@ -130,3 +132,9 @@ def test_locks_are_known_by_their_expression(tmp_path: Path) -> None:
     assert lock_awaited(Frame(source.path, 2, "a")) == "LOCK"
     assert locks_held(Frame(source.path, 3, "a")) == ["LOCK"]
     assert lock_awaited(Frame(source.path, 6, "b")) == "self.lock"
+
+
+@pytest.mark.parametrize(("test", "depends"), [("rank == 0", True), ("rank != -1", False), ("rank is None", False)])
+def test_whether_a_rank_was_given_is_no_condition_on_it(tmp_path: Path, test: str, depends: bool) -> None:
+    source = source_of(tmp_path, "pass\n")
+    assert source.depends_on_rank(ast.parse(test, mode="eval").body) is depends

@@ -18,13 +18,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from instep.diagnose.branches import find_handler, likeliest, ways_out
 from instep.diagnose.data_facts import find_uneven_lap, made_uneven_at
+from instep.diagnose.ends import deciding_exit, describe_end, exit_site, find_way_out
 from instep.diagnose.naming import short
 from instep.diagnose.rank_view import RankView
 from instep.diagnose.rules.hang.uneven_batches import cite_counts, describe_counts
 from instep.diagnose.run_view import RunView
-from instep.diagnose.source import load
 from instep.diagnose.stop_requests import find_stop_request
 from instep.records.finding import CallSite, Finding
 
@@ -36,12 +35,12 @@ def check(run: RunView) -> Iterator[Finding]:
         return
     first, victim = left[0], victims[0]
     uneven = find_uneven_lap(run)
-    called = exit_site(first)
+    called = deciding_exit(first)
     stop = find_stop_request(run) if uneven is None else None
-    known = made_uneven_at(run, uneven) if uneven is not None else stop.where if stop is not None else called
-    guess, ways = (None, 0) if uneven is not None or known is not None else _way_out(victim)
-    where = known or guess
     frames = victim.main_frames
+    known = made_uneven_at(run, uneven) if uneven is not None else stop.where if stop is not None else called
+    guess, ways = (None, 0) if uneven is not None or known is not None else find_way_out(first, frames)
+    where = known or guess or exit_site(first)
     title = (
         describe_counts(uneven)
         if uneven
@@ -88,34 +87,3 @@ def _ended_first(first: RankView, victim: RankView) -> bool:
     told = float(error["time"])
     ended = [first.page.by_wall_clock(time) for time in notes] + [float((first.exit or {}).get("ended_at") or told)]
     return min(ended) < told
-
-
-def exit_site(view: RankView) -> CallSite | None:
-    """Where a rank called `sys.exit` or `os._exit` itself."""
-    event = view.last("exit-called")
-    return CallSite(event["file"], event["line"], event["source"]) if event is not None else None
-
-
-def describe_end(view: RankView) -> str:
-    site = exit_site(view)
-    if site is not None:
-        return f"Rank {view.rank} ended itself at {short(site)}, with exit code 0,"
-    how = "came to its end in good order" if view.reached_end else "ended with exit code 0, in the middle of its work,"
-    return f"Rank {view.rank} {how}"
-
-
-def _way_out(victim: RankView) -> tuple[CallSite | None, int]:
-    """What ends the loop in which the victim still was: a condition, or an exception that is caught around it; and how
-    many such there are."""
-    for frame in victim.main_frames:
-        source = load(frame.file)
-        if source is None:
-            continue
-        for loop in source.loops_at(frame.line):
-            ways = list(ways_out(source, loop))
-            if ways:
-                return source.site(likeliest(source, ways)), len(ways)
-        handler = find_handler(source, frame.line, 0)
-        if handler is not None:
-            return handler, 1
-    return None, 0

@@ -18,9 +18,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from instep.diagnose.ends import deciding_exit, describe_end, exit_site, find_way_out
 from instep.diagnose.hang import cite_positions, classify
 from instep.diagnose.naming import name_ranks, short
-from instep.diagnose.rules.crash.rank_left_early import describe_end, exit_site
 from instep.diagnose.run_view import RunView
 from instep.diagnose.stop_requests import find_stop_request
 from instep.records.finding import Finding
@@ -33,7 +33,8 @@ def check(run: RunView) -> Iterator[Finding]:
     ended = tuple(run.stall["ended"])
     first, waiting = run.by_rank[ended[0]], hang.waiting[0]
     stop = find_stop_request(run)
-    where = stop.where if stop is not None else exit_site(first) or waiting.site
+    way_out, _ = find_way_out(first, waiting.frames)
+    where = stop.where if stop is not None else deciding_exit(first) or way_out or exit_site(first) or waiting.site
     yield Finding(
         id="hang/rank-left-early",
         title=f"{name_ranks(ended)} ended after {first.num_steps} steps, {name_ranks(one.rank for one in hang.waiting)} "

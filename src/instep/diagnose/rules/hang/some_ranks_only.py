@@ -52,7 +52,8 @@ def check(run: RunView) -> Iterator[Finding]:
 
 def _what_to_do(hang: Hang, operation: str, where: str) -> tuple[str, ...]:
     position = next(one for one in hang.waiting if hang.fork and one.rank == hang.fork.inside)
-    first = f"run {where} on every rank, or on none"
+    is_guard = hang.fork is not None and hang.fork.where == hang.fork.condition
+    first = f"let every rank go past {where}, or none" if is_guard else f"run {where} on every rank, or on none"
     if operation.startswith("broadcast") and position.frames:
         return ("on one rank call the inner model: model.module(x), whose forward sends nothing", first)
     return (first,)

@@ -19,12 +19,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from instep.diagnose.frames import Frame
 from instep.diagnose.hang import cite_positions
 from instep.diagnose.missing import find_rank_condition_of_callers
 from instep.diagnose.naming import name_ranks, short
 from instep.diagnose.rank_view import RankView
 from instep.diagnose.run_view import RunView
-from instep.records.finding import Certainty, Finding
+from instep.diagnose.source import load
+from instep.records.finding import CallSite, Certainty, Finding
 
 
 def check(run: RunView) -> Iterator[Finding]:
@@ -46,14 +48,27 @@ def check(run: RunView) -> Iterator[Finding]:
         else "The group is made when every rank has joined, and this one has not come yet.",
         fix=("call init_process_group on every rank, before anything that differs between ranks",),
         evidence=cite_positions(run, tuple(run.positions)),
-        certainty=_certainty(away, condition is not None),
+        certainty=_certainty(away, condition[1] if condition is not None else None),
         ranks=tuple(one.rank for one in missing),
         where=condition[0] if condition is not None else (position.site if position is not None else site),
         explains=("hang/*",),
     )
 
 
-def _certainty(away: RankView, by_condition: bool) -> Certainty:
+def _certainty(away: RankView, condition: CallSite | None) -> Certainty:
+    """A rank that has passed by the condition does not come any more; one that has not may only be slow."""
     if away.exit_code == 0 and not away.is_alive:
         return "certain"
-    return "likely" if by_condition else "possible"
+    return (
+        "likely"
+        if condition is not None and any(_is_behind(frame, condition) for frame in away.main_frames)
+        else "possible"
+    )
+
+
+def _is_behind(frame: Frame, condition: CallSite) -> bool:
+    source = load(frame.file) if frame.file == condition.file else None
+    if source is None or source.function_at(frame.line) is not source.function_at(condition.line):
+        return False
+    statement = source.statement_at(condition.line)
+    return statement is not None and frame.line > (statement.end_lineno or condition.line)
