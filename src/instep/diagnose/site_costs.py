@@ -12,6 +12,7 @@ from instep.records.finding import CallSite
 Line = tuple[str, int]
 MIN_SAMPLES = 8  # five a second are taken
 MIN_SHARE = 0.5  # of the samples between the parts of a step
+MAX_MODELS = 0.1  # of the samples between the parts of a step, inside of a model
 MAX_ELSEWHERE = 0.2  # of the other samples: the line of a loop's function holds all of them
 
 
@@ -44,6 +45,9 @@ def busiest_loop_line(view: RankView) -> tuple[CallSite, float] | None:
             (loop if part == "loop" else parts)[(line[0], line[1])] += count
             depth[(line[0], line[1])] = max(depth.get((line[0], line[1]), 0), place)
     total, others = sum(n for part, _, n in stacks if part == "loop"), sum(n for part, _, n in stacks if part != "loop")
+    models = sum(n for part, _, n in stacks if part == "model")
+    if models > MAX_MODELS * (total + models):
+        return None  # an environment of reinforcement learning, or an evaluation by hand
     wanted = [
         line for line, n in loop.items() if n >= MIN_SHARE * total and parts[line] <= MAX_ELSEWHERE * max(1, others)
     ]

@@ -152,7 +152,7 @@ def _containers(name: str, value: Any) -> Iterator[tuple[str, list[Any]]]:
         yield name, list(value.values())[:_MOST_ITEMS]
     elif hasattr(value, "__dict__") and not isinstance(value, (torch.nn.Module, torch.optim.Optimizer, type)):
         module = sys.modules.get(type(value).__module__)
-        if is_users_file(getattr(module, "__file__", None) or ""):
+        if is_users_file(getattr(module, "__file__", None) or "<built in>"):
             for key, item in list(vars(value).items())[:50]:
                 if isinstance(item, (list, dict)):
                     yield from _containers(f"{name}.{key}", item)
@@ -195,7 +195,7 @@ def _kept_in(name: str, value: Any, depth: int) -> list[tuple[str, int]]:
         return [(name, own), *_kept_in(name, graphs[-1], 2)] if own > 3 else inner
     module = sys.modules.get(type(value).__module__)
     file = getattr(module, "__file__", None) or ""
-    if depth < 2 and is_users_file(file) and hasattr(value, "__dict__") and not isinstance(value, torch.nn.Module):
+    if depth < 2 and file and is_users_file(file) and hasattr(value, "__dict__") and not isinstance(value, torch.nn.Module):
         return [row for key, item in list(vars(value).items())[:50] for row in _kept_in(f"{name}.{key}", item, depth + 1)]
     return []
 

@@ -45,12 +45,15 @@ class SiteCosts:
         if not self._recorder.num_steps:
             return
         lines: list[tuple[str, int]] = []
+        in_model = False
         while frame is not None and len(lines) < _MOST_LINES:
+            in_model = in_model or frame.f_code.co_name == "_call_impl"  # of torch.nn.Module
             if is_users_file(frame.f_code.co_filename):
                 lines.append((os.path.abspath(frame.f_code.co_filename), frame.f_lineno))
             frame = frame.f_back
         if lines:
-            self._stacks[(_PARTS.get(self._recorder.kind, "loop"), tuple(lines))] += 1
+            part = _PARTS.get(self._recorder.kind) or ("model" if in_model else "loop")
+            self._stacks[(part, tuple(lines))] += 1
             if self._stacks.total() % _NOTE_EVERY == 0:
                 self.note()
 

@@ -16,6 +16,7 @@ Losses that are kept for a backward over many steps, as in some recurrent or rei
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 
 from instep.diagnose.frames import source_line
@@ -26,6 +27,7 @@ from instep.records.event import Event
 from instep.records.finding import CallSite, Finding
 from instep.units import format_bytes
 
+_INDEX = re.compile(r"\[[^\]]*\]")  # of a place inside a container
 _GROWS = ("append", "extend", "add", "insert", "appendleft")
 
 
@@ -73,7 +75,7 @@ def _cause(event: Event, name: str, is_one_graph: bool, where: CallSite | None) 
 def find_growth(event: Event) -> CallSite | None:
     """The line that puts the results there: growth of the container, or an addition to the running sum."""
     source = load(event["file"])
-    name = event["name"].partition(" (")[0].partition("[")[0]
+    name = _INDEX.sub("", event["name"].partition(" (")[0])
     attribute = name.rpartition(".")[2] if "." in name else None  # an object's own, named otherwise in its class
     for node in ast.walk(source.tree) if source else ():
         target = _grown_by(node)

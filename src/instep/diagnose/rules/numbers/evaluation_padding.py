@@ -46,7 +46,7 @@ def check(run: RunView) -> Iterator[Finding]:
         return
     view = run.ranks[0]
     for key, event in loaders_by_key(view).items():
-        laps = _evaluation(run, key)
+        laps = evaluation_laps(run, key)
         length = event["length"] or 0
         twice = sum(lap.get("samples", 0) for lap in laps) - length
         loop = view.site(laps[0]["site"]) if laps else None
@@ -56,7 +56,7 @@ def check(run: RunView) -> Iterator[Finding]:
         return
 
 
-def _evaluation(run: RunView, key: Key) -> list[Event]:
+def evaluation_laps(run: RunView, key: Key) -> list[Event]:
     """The first whole pass of each rank over a loader that was never trained from; empty unless all ranks had one."""
     found: list[Event] = []
     for view in run.ranks:
@@ -73,12 +73,12 @@ def _adds_up(loop: CallSite) -> bool:
     source = load(loop.file)
     if source is None:
         return False
-    scope = _around(source, loop.line)
+    scope = scope_around(source, loop.line)
     joins = any(isinstance(node, ast.Call) and _name(node) in _JOINS for part in scope for node in ast.walk(part))
     return joins and not any(_cuts(node) for node in ast.walk(source.tree))
 
 
-def _around(source: Source, line: int) -> list[ast.AST]:
+def scope_around(source: Source, line: int) -> list[ast.AST]:
     """The function of the loop, those it calls, and those that call it."""
     function = source.function_at(line)
     name = getattr(function, "name", None)

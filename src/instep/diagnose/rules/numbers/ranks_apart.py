@@ -19,6 +19,7 @@ from collections.abc import Iterator
 
 from instep.diagnose.model_facts import find_apart, wraps
 from instep.diagnose.naming import short
+from instep.diagnose.parameter_writes import find_write
 from instep.diagnose.run_view import RunView
 from instep.records.finding import Finding
 
@@ -29,18 +30,28 @@ def check(run: RunView) -> Iterator[Finding]:
         return
     wrapper, step, name, gap = apart
     view = next(one for one in run.ranks if wrapper in wraps(one))
-    where = view.site(wraps(view)[wrapper]["site"])
+    made = view.site(wraps(view)[wrapper]["site"])
+    written = find_write(made)
     yield Finding(
         id="numbers/ranks-apart",
         title=f"the ranks' parameters have parted: {name} differs by {gap:.1%} after step {step}",
-        cause="Something between the last comparison and this step was not the same on all ranks.",
+        cause="Something between the last comparison and this step was not the same on all ranks."
+        if written is None
+        else f"{short(written)} writes to parameters beside the optimizer, most likely with values or in places that differ between ranks.",
         fix=(
+            *(
+                (
+                    f"at {short(written)} write the same on all ranks: from all-reduced values and equal random numbers, or broadcast the result",
+                )
+                if written
+                else ()
+            ),
             "load, change and initialise the model on all ranks alike, before it is wrapped",
             "average every gradient that a step uses",
         ),
         evidence=(
-            view.cite(f"step {step}: {name} of the model wrapped at {short(where)} differs between ranks by {gap:.1%}"),
+            view.cite(f"step {step}: {name} of the model wrapped at {short(made)} differs between ranks by {gap:.1%}"),
         ),
         certainty="likely",
-        where=where,
+        where=written or made,
     )

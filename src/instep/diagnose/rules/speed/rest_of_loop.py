@@ -11,7 +11,7 @@ While the script makes the next batch, computes statistics or writes logs itself
 Let a data loader with worker processes make the batches; do the rest more seldom, or after training.
 
 ## When it is wrong
-Work that belongs there, as the environment of reinforcement learning.
+Work that belongs there. Loops that call a model there, as reinforcement learning does, are not judged.
 """
 
 from __future__ import annotations
@@ -25,8 +25,9 @@ from instep.diagnose.site_costs import busiest_loop_line
 from instep.diagnose.time_shares import Shares, measure_shares
 from instep.records.finding import Finding
 
-MIN_SHARE = 0.5  # of the time of a step
-MIN_SECONDS = 2.0
+MIN_SHARE = 0.3  # of the time of a step
+MIN_OWN = 0.5  # of what a rank does without waiting for others; they wait for the slower one of them in turn
+MIN_SECONDS = 1.5
 
 
 def check(run: RunView) -> Iterator[Finding]:
@@ -36,7 +37,8 @@ def check(run: RunView) -> Iterator[Finding]:
     rests = [rest_of(shares) for _, shares in found]
     least = min(rest / shares.total_seconds for rest, (_, shares) in zip(rests, found))
     line = busiest_loop_line(found[0][0])
-    if least < MIN_SHARE or min(rests) < MIN_SECONDS or line is None:
+    own = min(rest / max(1e-9, working(shares)) for rest, (_, shares) in zip(rests, found))
+    if least < MIN_SHARE or own < MIN_OWN or min(rests) < MIN_SECONDS or line is None:
         return
     where, share = line
     spent = least * share
@@ -57,6 +59,10 @@ def check(run: RunView) -> Iterator[Finding]:
         certainty="likely",
         where=where,
     )
+
+
+def working(shares: Shares) -> float:
+    return shares.own_seconds - shares.delayed_seconds
 
 
 def rest_of(shares: Shares) -> float:
