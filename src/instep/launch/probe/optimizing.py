@@ -151,11 +151,16 @@ def _judge_gradients(recorder: Recorder, wrapped: Wrapped, site: int) -> None:
                 cast=changed[0] if changed else None,
                 replaced=len(wrapped.ids - {id(p) for p in present}),
             )
-        elif has_gradients:
+        elif has_gradients and not _is_wrapped_anew(wrapped):
             recorder.log.note("forward-past-wrapper", wrapper=wrapped.number, site=site)
             _catch_next_forward(recorder, wrapped)
     wrapped.reduced_in_step = 0
     wrapped.forward_since_step = False
+
+
+def _is_wrapped_anew(wrapped: Wrapped) -> bool:
+    """Whether another wrapper is called that has the same parameters, as in a script that wraps before each stage."""
+    return any(one is not wrapped and one.forwards and one.ids & wrapped.ids for one in WRAPPERS.all)
 
 
 def _catch_next_forward(recorder: Recorder, wrapped: Wrapped) -> None:

@@ -45,9 +45,7 @@ def check(run: RunView) -> Iterator[Finding]:
     kind = found[slow].largest_excess(next(shares for rank, shares in found.items() if rank != slow))
     view = run.by_rank[slow]
     where = _line(view, [one for one in run.ranks if one.rank != slow])
-    if where is None and kind == "data":
-        lap = view.last("lap")
-        where = view.site(lap["site"]) if lap else None
+    where = where or _line_of(view, kind)
     yield Finding(
         id="speed/straggler",
         title=f"rank {slow} needs {own[slow] * 1e3:.0f} ms of its own per step, the others {middle * 1e3:.0f} ms",
@@ -63,6 +61,16 @@ def check(run: RunView) -> Iterator[Finding]:
         ranks=(slow,),
         where=where,
     )
+
+
+_LEAVES = {"data": "leave-data", "backward": "leave-backward", "the optimizer": "leave-step"}
+
+
+def _line_of(view: RankView, kind: str) -> CallSite | None:
+    """Of a part of a step: the line from which it was entered last."""
+    wanted = _LEAVES.get(kind, "leave-forward")
+    mark = next((mark for mark in reversed(view.marks) if mark.kind == wanted), None)
+    return view.site(mark.site) if mark is not None else None
 
 
 def _line(view: RankView, others: list[RankView]) -> CallSite | None:

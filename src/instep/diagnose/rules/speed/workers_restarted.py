@@ -27,6 +27,7 @@ from instep.records.finding import Finding
 MIN_PASSES = 4
 MIN_SHARE = 0.3  # of the time of the passes
 MIN_SECONDS = 2.0
+MIN_OF_WAITING = 0.6  # of all waiting for batches: then that is why the rank waits
 
 
 def check(run: RunView) -> Iterator[Finding]:
@@ -50,6 +51,7 @@ def _later_laps(view: RankView, loader: Event) -> list[Event]:
 def _finding(view: RankView, loader: Event, laps: list[Event], spent: float, total: float) -> Finding:
     where = view.site(loader["site"])
     each = spent / len(laps)
+    waited = view.page.seconds["data"] if view.page is not None else 0.0
     return Finding(
         id="speed/workers-restarted",
         title=f"{spent / total:.0%} of each epoch goes into starting the data loader's workers ({each:.2f} s)",
@@ -60,4 +62,5 @@ def _finding(view: RankView, loader: Event, laps: list[Event], spent: float, tot
         evidence=(view.cite(f"{len(laps)} passes: {spent:.2f} s of {total:.2f} s before their first batch"),),
         certainty="likely",
         where=where,
+        explains=("speed/input-bound",) if spent >= MIN_OF_WAITING * waited else (),
     )
