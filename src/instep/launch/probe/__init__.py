@@ -70,6 +70,7 @@ def _wrap_torch(recorder: Any, paths: RankDir) -> None:
     from instep.launch.probe.evaluating import watch_evaluations
     from instep.launch.probe.exits import watch_exits
     from instep.launch.probe.fingerprints import Fingerprints
+    from instep.launch.probe.forward import watch_forward
     from instep.launch.probe.mistakes import watch_mistakes
     from instep.launch.probe.optimizing import watch_optimizers
     from instep.launch.probe.patching import hide_from_compiler
@@ -83,6 +84,7 @@ def _wrap_torch(recorder: Any, paths: RankDir) -> None:
     watcher = Watcher(recorder, paths.snapshot)
     for watch in (watch_exits, watch_wrapping, watch_backward, watch_data, watch_mistakes, watch_evaluations):
         contained(watch)(recorder)
+    contained(watch_forward)(recorder)
     fingerprints = Fingerprints(recorder)
     for watch in (watch_plain_models, watch_schedules, watch_site_costs):
         contained(watch)(recorder)

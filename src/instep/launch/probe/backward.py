@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 import math
-import time
 from collections import deque
 from collections.abc import Callable
+from time import thread_time
 from typing import Any
 
 import torch
+from torch.compiler import is_dynamo_compiling
 
 from instep.launch.probe.exits import note_raised
 from instep.launch.probe.late_values import LateValues, at_end, can_send
 from instep.launch.probe.nonfinite import note_late_nonfinite, note_nonfinite, what_is_sent
 from instep.launch.probe.patching import replace
 from instep.launch.probe.recorder import Recorder, contained
-from instep.launch.probe.tokens import count_tokens
+from instep.launch.probe.tokens import count_tokens, is_token_turn
 from instep.launch.probe.wrapping import WRAPPERS
 from instep.records import recording as layout
 
 _ENTER, _LEAVE = layout.KIND_NUMBER["enter-backward"], layout.KIND_NUMBER["leave-backward"]
 _BACKWARD, _CPU = layout.SECONDS_OF.index("backward"), layout.SECONDS_OF.index("backward_cpu")
+_Tensor = torch.Tensor
 
 
 class Losses:
@@ -52,7 +54,7 @@ def watch_backward(recorder: Recorder) -> None:
 
 def _wrap(recorder: Recorder, losses: Losses, original: Callable[..., Any]) -> Callable[..., Any]:
     def backward(*args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():
+        if is_dynamo_compiling():
             return original(*args, **kwargs)
         entered = _enter(recorder, losses, args[0] if args else kwargs.get("tensors"))
         try:
@@ -71,21 +73,21 @@ def _enter(recorder: Recorder, losses: Losses, tensors: Any) -> tuple[int, float
     site = recorder.sites.here(2)
     recorder.depth = 0
     recorder.open_step = None
-    recorder.backwards += 1
-    if recorder.backwards == 1:
+    recorder.backwards = backwards = recorder.backwards + 1
+    if backwards == 1:
         recorder.turns = min(recorder.turns, 1)  # a trial forward on one rank, before training, does not count
-    loss = tensors if isinstance(tensors, torch.Tensor) else None
-    has_graph = loss is None or loss.grad_fn is not None
-    if loss is not None:
-        _look_at_loss(recorder, losses, loss, site)
-        count_tokens(recorder, loss, site)
+    has_graph = True
+    if isinstance(tensors, _Tensor):
+        has_graph = tensors.grad_fn is not None
+        _look_at_loss(recorder, losses, tensors, site)
+        if is_token_turn(backwards):
+            count_tokens(recorder, tensors, site)
+    flags = 0 if has_graph else layout.NO_GRAPH
+    started = recorder.mark(_ENTER, 0, flags, site, backwards & 0xFFFFFFFF, recorder.turns)
     for wrapped in WRAPPERS.all:
-        wrapped.sequence_before = wrapped.sequence()
+        wrapped.sequence_before = wrapped.sequence(recorder.sequence)
         wrapped.adds_up = wrapped.is_adding_up()
-    started = recorder.mark(
-        _ENTER, 0, 0 if has_graph else layout.NO_GRAPH, site, recorder.backwards & 0xFFFFFFFF, recorder.turns
-    )
-    return site, started, time.thread_time(), has_graph
+    return site, started, thread_time(), has_graph
 
 
 def _look_at_loss(recorder: Recorder, losses: Losses, loss: torch.Tensor, site: int) -> None:
@@ -110,9 +112,10 @@ def _leave(recorder: Recorder, entered: tuple[int, float, float, bool] | None) -
     if entered is None:
         return
     site, started, cpu, has_graph = entered
+    sequence = recorder.read_sequence(_LEAVE)
     reduced = local = again = False
     for wrapped in WRAPPERS.all:
-        if wrapped.expects_reduction and wrapped.sequence() > wrapped.sequence_before:
+        if wrapped.expects_reduction and wrapped.sequence(sequence) > wrapped.sequence_before:
             wrapped.expects_reduction = False
             again = again or wrapped.adds_up or not wrapped.reduced_in_step
             wrapped.reduced_in_step += 1
@@ -130,6 +133,6 @@ def _leave(recorder: Recorder, entered: tuple[int, float, float, bool] | None) -
     if not has_graph:
         recorder.log.note("backward-without-graph", site=site)
     flags = 0 if reduced or not WRAPPERS.all else layout.UNSYNCED
-    recorder.spend(_CPU, time.thread_time() - cpu)
-    recorder.spend(_BACKWARD, recorder.mark(_LEAVE, 0, flags, site, int(local)) - started)
+    recorder.seconds[_CPU] += thread_time() - cpu
+    recorder.seconds[_BACKWARD] += recorder.mark(_LEAVE, 0, flags, site, int(local)) - started
     recorder.mark_trained()

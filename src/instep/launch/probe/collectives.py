@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.compiler import is_compiling
 from torch.distributed import distributed_c10d
 
 from instep.launch.probe.exits import let_backend_finish, note_raised
@@ -59,7 +60,7 @@ def _wrap(recorder: Recorder, name: str, original: Callable[..., Any]) -> Callab
 
     def call(*args: Any, **kwargs: Any) -> Any:
         # Inside another collective (an object collective is made of several) only the outer one is marked.
-        if torch.compiler.is_compiling() or recorder.depth:
+        if is_compiling() or recorder.depth:
             return original(*args, **kwargs)
         site, started = _enter(recorder, operation, counted, args, kwargs) or (0, 0.0)
         recorder.depth = 1
@@ -83,7 +84,7 @@ def _wrap_wait(recorder: Recorder, original: Callable[..., Any]) -> Callable[...
     def wait(self: Any, *args: Any, **kwargs: Any) -> Any:
         # A work of the default group or of another: pairing does not look at it in either case.
         in_other_thread = threading.get_ident() != recorder.main_thread
-        if torch.compiler.is_compiling() or recorder.depth or in_other_thread:
+        if is_compiling() or recorder.depth or in_other_thread:
             return original(self, *args, **kwargs)
         if not any(work is self for work in given_up):
             recorder.mark(_ENTER, operation, layout.OTHER_GROUP, recorder.sites.here(1))
@@ -149,15 +150,17 @@ def _enter(recorder: Recorder, operation: int, counted: bool, args: Any, kwargs:
     elif not recorder.has_sent:
         recorder.has_sent = True
         recorder.log.note("point-to-point", site=site, call=name)
-    given = next((one for one in (*args[:2], kwargs.get("tensor")) if isinstance(one, torch.Tensor)), None)
     elements = layout.pack_given(_list_length(name, args, kwargs), 0, _root(name, args, kwargs)) if counted else 0
-    if given is not None:
-        elements = layout.pack_given(given.numel(), _DTYPES.get(given.dtype, 0), _root(name, args, kwargs))
-        note_parameter_traffic(recorder, given, site, layout.OPERATIONS[operation])
+    for given in (*args[:2], kwargs.get("tensor")):
+        if isinstance(given, torch.Tensor):
+            elements = layout.pack_given(given.numel(), _DTYPES.get(given.dtype, 0), _root(name, args, kwargs))
+            note_parameter_traffic(recorder, given, site, name)
+            break
     if name == "batch_isend_irecv":
         elements = layout.pack_batch(*_count_transfers(args, kwargs))
     flags = layout.ASYNC if kwargs.get("async_op") else 0
-    flags |= _group_flags(args, kwargs)
+    if kwargs or len(args) > 1:
+        flags |= _group_flags(args, kwargs)
     count = recorder.calls if counted else _peer(name, args, kwargs) + 1
     return site, recorder.mark(_ENTER, operation, flags, site, count & 0xFFFFFFFF, elements)
 
@@ -206,5 +209,5 @@ def _peer(name: str, args: Any, kwargs: Any) -> int:
 def _leave(recorder: Recorder, operation: int, site: int, started: float) -> None:
     now = recorder.mark(_LEAVE, operation, 0, site, recorder.calls & 0xFFFFFFFF)
     if started:
-        recorder.spend(_COLLECTIVE, now - started)
+        recorder.seconds[_COLLECTIVE] += now - started
         add_cost(recorder, site, now - started)

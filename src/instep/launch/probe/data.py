@@ -8,7 +8,7 @@ import weakref
 import zlib
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -59,15 +59,28 @@ class Lap:
     seen: Seen | None = None
 
 
+@dataclass
+class Flow:
+    """What comes out of an iterator: the pass over its loader, and the samples of the batches that it has drawn and not
+    handed out yet; workers are given theirs long before."""
+
+    lap: Lap | None = None
+    drawn: deque[list[int]] = field(default_factory=deque[list[int]])
+
+
+def _nothing() -> None:
+    return None
+
+
 class Loaders:
     """The loaders of this rank and the passes over them."""
 
     def __init__(self) -> None:
         self.known: weakref.WeakKeyDictionary[Any, Loader] = weakref.WeakKeyDictionary()
-        self.laps: weakref.WeakKeyDictionary[Any, Lap] = weakref.WeakKeyDictionary()
+        self.flows: weakref.WeakKeyDictionary[Any, Flow] = weakref.WeakKeyDictionary()
         self.sampler_sites: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
-        self.drawn: weakref.WeakKeyDictionary[Any, deque[list[int]]] = weakref.WeakKeyDictionary()
         self.made = 0
+        self._newest: tuple[Callable[[], Any], Flow] = (_nothing, Flow())  # of the flows
         self.sites_of: dict[int, int] = {}  # by data set: the line of the script that made its newest loader
 
     def add(self, loader: Any, site: int) -> Loader:
@@ -83,10 +96,13 @@ class Loaders:
             self.sites_of[number] = site
         self.add(loader, self.sites_of.get(number, site))
 
-    def take_indices(self, iterator: Any) -> list[int]:
-        """The samples of the batch that is handed out next; workers are given theirs long before."""
-        waiting = self.drawn.get(iterator)
-        return waiting.popleft() if waiting else []
+    def flow_of(self, iterator: Any) -> Flow:
+        """Of the iterator that was asked for last it is at hand."""
+        reference, flow = self._newest
+        if reference() is not iterator:
+            flow = self.flows.get(iterator) or self.flows.setdefault(iterator, Flow())
+            self._newest = (weakref.ref(iterator), flow)
+        return flow
 
 
 def watch_data(recorder: Recorder) -> None:
@@ -131,7 +147,8 @@ def _wrap_iter(recorder: Recorder, loaders: Loaders, original: Callable[..., Any
 @contained
 def _begin_lap(recorder: Recorder, loaders: Loaders, loader: Any, iterator: Any, site: int, started: float) -> None:
     entry = loaders.known.get(loader) or loaders.add(loader, 0)
-    previous = loaders.laps.get(iterator)  # persistent workers hand out the same iterator again
+    flow = loaders.flow_of(iterator)
+    previous = flow.lap  # persistent workers hand out the same iterator again
     if previous is not None:
         _end_lap(recorder, previous, exhausted=False)
     sampler = find_sampler(loader)
@@ -140,7 +157,7 @@ def _begin_lap(recorder: Recorder, loaders: Loaders, loader: Any, iterator: Any,
         _describe(recorder, loaders, loader, entry, sampler)
     entry.laps += 1
     epoch = getattr(sampler, "epoch", None)
-    loaders.laps[iterator] = Lap(
+    flow.lap = Lap(
         entry,
         entry.laps,
         epoch if isinstance(epoch, int) else None,
@@ -228,14 +245,13 @@ def _is_plain(value: Any) -> bool:
 def _wrap_index(loaders: Loaders, original: Callable[..., Any]) -> Callable[..., Any]:
     def _next_index(self: Any) -> Any:
         index = original(self)
-        known = type(index) is list and bool(index) and type(index[0]) is int
-        waiting = loaders.drawn.get(self)
-        if waiting is None:
-            waiting = loaders.drawn[self] = deque()
-        waiting.append(index if known else [])
-        lap = loaders.laps.get(self)
-        if lap is not None and known:
-            lap.indices = hash((lap.indices, *index))
+        flow = loaders.flow_of(self)
+        if type(index) is list and index and type(index[0]) is int:
+            flow.drawn.append(index)
+            if flow.lap is not None:
+                flow.lap.indices = hash((flow.lap.indices, *index))
+        else:
+            flow.drawn.append([])
         return index
 
     return _next_index
@@ -245,7 +261,7 @@ def _wrap_reset(loaders: Loaders, original: Callable[..., Any]) -> Callable[...,
     """Persistent workers begin a pass: what the pass before had drawn and not handed out is void."""
 
     def _reset(self: Any, *args: Any, **kwargs: Any) -> Any:
-        loaders.drawn.pop(self, None)
+        loaders.flow_of(self).drawn.clear()
         return original(self, *args, **kwargs)
 
     return _reset
@@ -272,9 +288,9 @@ def _wrap_next(recorder: Recorder, loaders: Loaders, original: Callable[..., Any
 
 @contained
 def _ended(recorder: Recorder, loaders: Loaders, iterator: Any, site: int, started: float) -> None:
-    lap = loaders.laps.get(iterator)
+    lap = loaders.flow_of(iterator).lap
     count = lap.batches if lap is not None else 0
-    recorder.spend(_DATA, recorder.mark(_ENDED, 0, 0, site, count) - started)
+    recorder.seconds[_DATA] += recorder.mark(_ENDED, 0, 0, site, count) - started
     if lap is not None:
         _end_lap(recorder, lap, exhausted=True)
 
@@ -311,18 +327,18 @@ def _fetched(recorder: Recorder, loaders: Loaders, iterator: Any, batch: Any, si
     recorder.batches += 1
     recorder.depth = 0
     recorder.open_step = None
-    lap = loaders.laps.get(iterator)
+    flow = loaders.flow_of(iterator)
+    lap = flow.lap
     index = number = passes = 0
     if lap is not None:
-        lap.batches += 1
-        if lap.batches == 1:
+        lap.batches = index = lap.batches + 1
+        number, passes = lap.loader.number, lap.number
+        if index == 1:
             lap.first_seconds = time.monotonic() - lap.started
-        index, number, passes = lap.batches, lap.loader.number, lap.number
         if index in LOOK_AT:
             note_worker_memory(recorder, number, getattr(iterator, "_dataset", None), iterator)
-    now = recorder.mark(_LEAVE, 0, 0, site, index)
-    recorder.spend(_DATA, now - started)
-    drawn = loaders.take_indices(iterator)
+    recorder.seconds[_DATA] += recorder.mark(_LEAVE, 0, 0, site, index) - started
+    drawn = flow.drawn.popleft() if flow.drawn else []
     if lap is not None:
         lap.samples += len(drawn)
         if lap.seen is not None:

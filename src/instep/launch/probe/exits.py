@@ -14,7 +14,7 @@ from types import FrameType
 from typing import Any
 
 from instep.launch.probe.patching import replace
-from instep.launch.probe.recorder import Recorder, contained, is_from_signal, note_failure
+from instep.launch.probe.recorder import Recorder, contained, count_operations, is_from_signal, note_failure
 from instep.launch.probe.sites import is_users_file
 from instep.records import recording as layout
 
@@ -39,6 +39,7 @@ def note_raised(recorder: Recorder, what: str, site: int, error: BaseException) 
         return
     try:
         error._instep_noted = True  # type: ignore[attr-defined]
+        recorder.flush()
         recorder.log.note("raised", call=what, site=site, **describe_error(error))
     except Exception as failure:  # the script's own error must reach it unchanged
         if is_from_signal(failure):
@@ -49,6 +50,7 @@ def note_raised(recorder: Recorder, what: str, site: int, error: BaseException) 
 @contained
 def note_end(recorder: Recorder, how: str, code: Any, error: BaseException | None) -> None:
     """Notes an end with an error, and each error it came from."""
+    recorder.flush()
     chain, seen = [], set()
     while error is not None and id(error) not in seen and len(chain) < 5:
         seen.add(id(error))
@@ -151,7 +153,7 @@ def let_backend_finish() -> None:
 
 @contained
 def _at_exit(recorder: Recorder) -> None:
-    if recorder.sequence():
+    if count_operations():
         let_backend_finish()
     recorder.mark(layout.KIND_NUMBER["ended"])
     recorder.log.note("libraries", names=[name for name in _LIBRARIES if name in sys.modules])

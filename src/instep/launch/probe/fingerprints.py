@@ -6,6 +6,7 @@ import math
 import time
 import zlib
 from collections.abc import Callable, Iterable
+from itertools import count
 from typing import Any
 
 import torch
@@ -25,13 +26,15 @@ class Fingerprints:
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
+        self.next_step = _FIRST
         self._interval = 512
         self._evals = 0
         self._last = time.monotonic()
         replace(torch.nn.Module, "eval", self._wrap_eval)
 
     def look(self, step: int) -> None:
-        if step < _FIRST or not (is_early(step) if step <= _DENSE_UNTIL else step % self._interval == 0):
+        """For each step from `next_step` on."""
+        if not self._is_turn(step):
             return
         started = time.monotonic()
         self._note("fingerprint")
@@ -41,6 +44,10 @@ class Fingerprints:
         if step > _DENSE_UNTIL and cost > _MOST_COST * (now - self._last):
             self._interval *= 2
         self._last = now
+        self.next_step = next(later for later in count(step + 1) if self._is_turn(later))
+
+    def _is_turn(self, step: int) -> bool:
+        return step >= _FIRST and (is_early(step) if step <= _DENSE_UNTIL else step % self._interval == 0)
 
     def _note(self, name: str) -> None:
         for wrapped in WRAPPERS.all:

@@ -16,11 +16,18 @@ _SAMPLED = 64
 _IN_NUMPY = (torch.float32, torch.float64, torch.float16)
 _NEWEST: deque[tuple[int, float]] = deque(maxlen=12)  # step, largest sampled element
 _noted: set[int] = set()
-_FIRST_STEPS, _LATER_EVERY = 64, 4  # of those on a device: a look there costs five launches
+_FIRST_STEPS, _LATER_EVERY = 64, 4  # a look costs as much as all else that is watched, on a device five launches
+_SHORT_SECONDS = 0.05  # since the last look on the CPU: after the first steps, of shorter ones only some are looked at
+_LOOKED = [0.0]
 _LATE: list[LateValues] = []
 
 
-def look_at_gradients(recorder: Recorder, wrapped: Wrapped, site: int) -> None:
+def is_gradient_turn(step: int, now: float) -> bool:
+    """Whether to look in this step, counted from 0, which ends at `now`."""
+    return step < _FIRST_STEPS or step % (2 * _LATER_EVERY) < 2 or now - _LOOKED[0] >= _SHORT_SECONDS
+
+
+def look_at_gradients(recorder: Recorder, wrapped: Wrapped, site: int, now: float) -> None:
     """A few elements of one parameter, the first or one in the middle by turns; some microseconds. On a device they are
     read once they have come, since the host would wait."""
     count = len(wrapped.parameters)
@@ -32,6 +39,7 @@ def look_at_gradients(recorder: Recorder, wrapped: Wrapped, site: int) -> None:
         if recorder.num_steps < _FIRST_STEPS or recorder.num_steps % (2 * _LATER_EVERY) < 2:
             look_later(recorder, wrapped, gradient, index, site)
         return
+    _LOOKED[0] = now
     size = _sample(gradient)
     if size is None:
         return

@@ -70,6 +70,9 @@ class HostWaits:
         self._inside = False
         self._began = self._data = 0.0
 
+    def is_turn(self, step: int) -> bool:
+        return self._is_sampling or step in SAMPLED_STEPS
+
     @contained
     def look(self, now: float) -> None:
         if self._is_sampling:

@@ -17,6 +17,7 @@ from instep.launch.probe.tensor_prints import tensors_in
 from instep.launch.probe.wrapping import WRAPPERS
 
 _LATEST_BATCH: list[tuple[str, weakref.ref[torch.Tensor]]] = []
+_TENSORS = {torch.Tensor}
 _PLACES = [f"[{index}]" for index in range(8)]
 _LATEST_INDICES: list[int] = []  # in the data set, of the samples of that batch; empty where they are not known
 SCALED: dict[str, Any] = {"raw": None, "scaled": None}  # of the newest GradScaler.scale
@@ -24,8 +25,8 @@ SCALED: dict[str, Any] = {"raw": None, "scaled": None}  # of the newest GradScal
 
 def remember_batch(batch: Any, indices: list[int]) -> None:
     """Knows the tensors of the newest batch without keeping them alive, and which samples they are made of."""
-    if type(batch) in (list, tuple) and all(isinstance(part, torch.Tensor) for part in batch):
-        _LATEST_BATCH[:] = [(place, weakref.ref(tensor)) for place, tensor in zip(_PLACES, batch)]  # the usual case
+    if type(batch) in (list, tuple) and _TENSORS.issuperset(map(type, batch)):
+        _LATEST_BATCH[:] = zip(_PLACES, map(weakref.ref, batch))  # the usual case
     else:
         _LATEST_BATCH[:] = [(place, weakref.ref(tensor)) for place, tensor in tensors_in(batch)]
     _LATEST_INDICES[:] = indices

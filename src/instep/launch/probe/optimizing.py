@@ -6,13 +6,14 @@ import statistics
 import time
 import weakref
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from instep.launch.probe.fingerprints import Fingerprints
-from instep.launch.probe.gradients import look_at_gradients
+from instep.launch.probe.gradients import is_gradient_turn, look_at_gradients
 from instep.launch.probe.host_waits import HostWaits
 from instep.launch.probe.memory import look_for_kept_graphs
 from instep.launch.probe.memory_kinds import note_memory_kinds
@@ -25,6 +26,7 @@ _ENTER, _LEAVE = layout.KIND_NUMBER["enter-step"], layout.KIND_NUMBER["leave-ste
 _STEP, _TOTAL, _STEPS, _OWN = (layout.SECONDS_OF.index(name) for name in ("step", "total", "steps", "usual_own"))
 _BACKWARD, _CPU = layout.SECONDS_OF.index("backward"), layout.SECONDS_OF.index("backward_cpu")
 _BLOCK_STEPS, _BLOCK_SECONDS = 16, 0.25  # at least: ending one takes 50 us
+_EACH_STEPS, _EVERY_STEPS = 64, 8  # after the first of them, what need not be seen in each step is done in every eighth
 _COLLECTIVE, _DELAYED = layout.SECONDS_OF.index("collective"), layout.SECONDS_OF.index("delayed")
 
 
@@ -34,6 +36,11 @@ class Optimizers:
     def __init__(self, recorder: Recorder) -> None:
         self.pace = Pace(recorder)
         self.owners: weakref.WeakKeyDictionary[Any, tuple[int, list[Wrapped]]] = weakref.WeakKeyDictionary()
+        self._newest: tuple[Callable[[], Any], int, list[Wrapped]] = (
+            _nothing,
+            0,
+            [],
+        )  # of the owners, the one asked last
         self.site = self.current = 0
         self.started = 0.0
         self.last_end = 0.0
@@ -43,6 +50,14 @@ class Optimizers:
         self.blocks: deque[float] = deque(maxlen=32)
 
     def wrapped_by(self, optimizer: Any) -> list[Wrapped]:
+        reference, number, found = self._newest
+        if reference() is optimizer and number == len(WRAPPERS.all):
+            return found
+        found = self._find(optimizer)
+        self._newest = (weakref.ref(optimizer), len(WRAPPERS.all), found)
+        return found
+
+    def _find(self, optimizer: Any) -> list[Wrapped]:
         known = self.owners.get(optimizer)
         if known is not None and known[0] == len(WRAPPERS.all):
             return known[1]
@@ -63,8 +78,8 @@ class Optimizers:
             self.delayed, self.worked = read_run_delay(), time.thread_time()
             self.pace.begin()
         else:
-            recorder.spend(_TOTAL, now - self.last_end)
-            recorder.spend(_STEPS, 1)
+            sums[_TOTAL] += now - self.last_end
+            sums[_STEPS] += 1
             own = now - self.last_end - (waited - self.waited)
             self.own += own
             self.pace.add(own, self.last_end, self._delay_so_far)
@@ -89,6 +104,10 @@ class Optimizers:
         self.own, self.counted, self.delayed, self.worked = 0.0, 0, delayed, worked
 
 
+def _nothing() -> None:
+    return None
+
+
 def read_run_delay() -> float:
     """Seconds that this thread was ready to run and had no core; 0 where the kernel does not tell."""
     try:
@@ -101,9 +120,11 @@ def read_run_delay() -> float:
 def watch_optimizers(recorder: Recorder, fingerprints: Fingerprints) -> None:
     optimizers, waits = Optimizers(recorder), HostWaits(recorder)
 
+    @contained
     def before(optimizer: Any, args: Any, kwargs: Any) -> None:
         _before(recorder, optimizers, optimizer)
 
+    @contained
     def after(optimizer: Any, args: Any, kwargs: Any) -> None:
         _after(recorder, optimizers, fingerprints, waits, optimizer)
 
@@ -111,19 +132,18 @@ def watch_optimizers(recorder: Recorder, fingerprints: Fingerprints) -> None:
     register_optimizer_step_post_hook(after)
 
 
-@contained
 def _before(recorder: Recorder, optimizers: Optimizers, optimizer: Any) -> None:
-    if recorder.open_step not in (None, id(optimizer)):
+    if recorder.open_step is not None and recorder.open_step != id(optimizer):
         return  # a step inside another one, as in optimizers that wrap optimizers
     recorder.open_step = optimizers.current = id(optimizer)
-    optimizers.site = recorder.sites.here(3)
-    optimizers.started = recorder.mark(_ENTER, 0, 0, optimizers.site)
+    optimizers.site = site = recorder.sites.here(3)
+    optimizers.started = now = recorder.mark(_ENTER, 0, 0, site)
     # A fused optimizer gets infinite gradients from a loss scaler, with a note to leave the step out.
-    is_told = getattr(optimizer, "found_inf", None) is not None
+    looks = is_gradient_turn(recorder.num_steps, now) and getattr(optimizer, "found_inf", None) is None
     for wrapped in optimizers.wrapped_by(optimizer):
-        if not is_told:
-            look_at_gradients(recorder, wrapped, optimizers.site)
-        _judge_gradients(recorder, wrapped, optimizers.site)
+        if looks:
+            look_at_gradients(recorder, wrapped, site, now)
+        _judge_gradients(recorder, wrapped, site)
 
 
 def _judge_gradients(recorder: Recorder, wrapped: Wrapped, site: int) -> None:
@@ -184,7 +204,6 @@ def _catch_next_forward(recorder: Recorder, wrapped: Wrapped) -> None:
         handles.append(part.register_forward_pre_hook(hook))
 
 
-@contained
 def _after(
     recorder: Recorder, optimizers: Optimizers, fingerprints: Fingerprints, waits: HostWaits, optimizer: Any
 ) -> None:
@@ -192,14 +211,17 @@ def _after(
         return  # None: a closure has run a backward meanwhile
     optimizers.current = 0
     recorder.open_step = None
-    rates = [group.get("lr") for group in optimizer.param_groups]
-    rate = float(rates[0]) if rates and isinstance(rates[0], (int, float)) else 0.0
-    recorder.end_step(optimizers.site, rate)
+    groups = optimizer.param_groups
+    rate = groups[0].get("lr") if groups else 0.0
+    recorder.end_step(optimizers.site, float(rate) if isinstance(rate, (int, float)) else 0.0)
     now = recorder.mark(_LEAVE, 0, 0, optimizers.site)
-    recorder.spend(_STEP, now - optimizers.started)
+    recorder.seconds[_STEP] += now - optimizers.started
     optimizers.account(recorder, now)
-    recorder.write_seconds()
-    fingerprints.look(recorder.num_steps)
-    look_for_kept_graphs(recorder)
-    note_memory_kinds(recorder, optimizer)
-    waits.look(now)
+    step = recorder.num_steps
+    if step >= fingerprints.next_step:
+        fingerprints.look(step)
+    if step <= _EACH_STEPS or step % _EVERY_STEPS == 0:
+        look_for_kept_graphs(recorder)
+        note_memory_kinds(recorder, optimizer)
+    if waits.is_turn(step):
+        waits.look(now)

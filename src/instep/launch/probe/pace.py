@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import math
 import statistics
 from collections import deque
 from collections.abc import Callable
@@ -25,7 +26,8 @@ class Pace:
         self._recorder = recorder
         self._rows = recorder.rows
         self._by_rows: dict[int, deque[float]] = {}
-        self._sums = [0.0] * len(_INDICES)
+        self._seconds = recorder.seconds[:]
+        self._limit = math.inf  # of a step that is not slow
         self._newest: deque[float] = deque(maxlen=33)
         self._count = 0
         self.usual = 0.0  # median of the newest steps; 0 when there are too few
@@ -33,30 +35,26 @@ class Pace:
 
     def begin(self) -> None:
         """From here on steps count."""
-        self._rows = self._recorder.rows
-        self._sums = [self._recorder.seconds[index] for index in _INDICES]
+        self._rows, self._seconds = self._recorder.rows, self._recorder.seconds[:]
 
     def add(self, own: float, started: float, read_delay: Callable[[], float]) -> None:
         """own: seconds of this step without waiting for other ranks; read_delay: the most of it that may have been
         spent waiting for a core. It takes 20 us, so it is asked of steps alone that look slow."""
         recorder = self._recorder
-        rows = recorder.rows - self._rows
-        sums = [recorder.seconds[index] for index in _INDICES]
-        if self._is_slow(own) and self._is_slow(own := own - read_delay()):
-            self._note_slow(own, started, sums)
+        rows, seconds = recorder.rows - self._rows, recorder.seconds[:]
+        if own > self._limit and (own := own - read_delay()) > self._limit:
+            self._note_slow(own, started, seconds)
         elif rows:
             self._add_rows(rows, own)
         self._newest.append(own)
         self._count += 1
         if self._count % _REFRESHED == 0:
-            self.usual = statistics.median(self._newest)
-        self._rows, self._sums = recorder.rows, sums
+            self.usual = usual = statistics.median(self._newest)
+            self._limit = max(SLOW_RATIO * usual, usual + SLOW_SECONDS) if usual > 0 else math.inf
+        self._rows, self._seconds = recorder.rows, seconds
         step = recorder.num_steps
-        if step >= _FIRST_NOTE and step & (step - 1) == 0:
+        if step & (step - 1) == 0 and step >= _FIRST_NOTE:
             self.note()
-
-    def _is_slow(self, own: float) -> bool:
-        return self.usual > 0 and own > max(SLOW_RATIO * self.usual, self.usual + SLOW_SECONDS)
 
     def _add_rows(self, rows: int, own: float) -> None:
         times = self._by_rows.get(rows)
@@ -65,8 +63,8 @@ class Pace:
         if times is not None:
             times.append(own)
 
-    def _note_slow(self, own: float, started: float, sums: list[float]) -> None:
-        spent = {name: round(now - before, 6) for name, now, before in zip(_PARTS, sums, self._sums)}
+    def _note_slow(self, own: float, started: float, seconds: list[float]) -> None:
+        spent = {name: round(seconds[index] - self._seconds[index], 6) for name, index in zip(_PARTS, _INDICES)}
         seen = [[file, line] for when, file, line in list(self._recorder.seen_lines) if when >= started]
         self._recorder.log.note(
             "slow-step", own=round(own, 6), usual=round(self.usual, 6), spent=spent, seen=seen[-16:]

@@ -19,7 +19,7 @@ from instep.launch.probe.wrapping import TRAFFIC, WRAPPERS
 
 _COUNTED_STEPS = 40  # steps of an optimizer in which averages by hand are followed
 _COMPARED_STEPS = 6  # of which a gradient before and after is compared
-_LAST_PRINTED = 4096
+_LAST_PRINTED, _NEVER = 4096, 1 << 60
 _MOST_PARAMETERS = 400
 _AVERAGE_UNSEEN = ("instep.train.run", "deepspeed", "horovod")  # by shared memory or collectives of their own
 
@@ -29,7 +29,8 @@ class Followed:
 
     def __init__(self, number: int, site: int, names: dict[int, str], is_sharded: bool) -> None:
         self.number, self.site, self.names, self.is_sharded = number, site, names, is_sharded
-        self.steps = self.empty_steps = 0
+        self.steps = self.empty_steps = 0  # steps: up to the last that was looked at
+        self.next_step = 1
         self.plain: list[tuple[str, torch.Tensor]] = []
         self.by_size: dict[int, list[int]] = {}
         self.total = 0
@@ -84,6 +85,14 @@ class Optimizers:
         self._recorder = recorder
         self.known: weakref.WeakKeyDictionary[Any, Followed] = weakref.WeakKeyDictionary()
         self.made = 0
+        self._left: dict[int, int] = {}  # by optimizer: steps until it is looked at again
+
+    def is_turn(self, key: int) -> bool:
+        """Whether to look at this optimizer, by its id, before this step of it."""
+        left = self._left.get(key, 0)
+        if left:
+            self._left[key] = left - 1
+        return not left
 
     @contained
     def add(self, optimizer: Any, site: int) -> None:
@@ -92,14 +101,17 @@ class Optimizers:
         modules = [row for _, values in user_frames(sys._getframe(3)) for row in _modules_in(values)]
         names, is_sharded = _names_of(modules, groups), any(_is_sharded(module) for _, module in modules)
         self.known[optimizer] = Followed(self.made, site, names, is_sharded)
+        self._left.pop(id(optimizer), None)  # of one that has gone
 
     @contained
     def before_step(self, optimizer: Any) -> None:
         followed = self.known.get(optimizer)
-        if followed is None or self._recorder.world_size < 2 or followed.steps > _LAST_PRINTED:
+        if followed is None or self._recorder.world_size < 2:
+            self._left[id(optimizer)] = _NEVER
             return
-        followed.steps += 1
-        step = followed.steps
+        followed.steps = step = followed.next_step
+        followed.next_step = next_turn(step)
+        self._left[id(optimizer)] = followed.next_step - step - 1
         if step == 1:
             followed.describe(optimizer, {i for one in WRAPPERS.all for i in one.ids})
             self._note_made(followed)
@@ -107,7 +119,7 @@ class Optimizers:
                 self._recorder.log.note("sharded", ranks=followed.sharded_ranks, site=followed.site)
         if step <= _COUNTED_STEPS:
             self._look_at_gradients(followed, optimizer)
-        if followed.plain and (step <= 2 or (step >= 4 and is_early(step))):
+        if followed.plain and is_printed(step):
             values = print_tensors([p for _, p in followed.plain])
             self._recorder.log.note("plain-print", optimizer=followed.number, count=step, values=values)
 
@@ -158,11 +170,23 @@ class Optimizers:
                 one.note_traffic(tensor, site, self._recorder.backwards)
 
 
+def is_printed(step: int) -> bool:
+    return step <= 2 or (step >= 4 and is_early(step))
+
+
+def next_turn(step: int) -> int:
+    """Number of the next step that is looked at, counted from 1."""
+    if step <= _COUNTED_STEPS:
+        return step + 1
+    return next((later for later in range(step + 1, _LAST_PRINTED + 1) if is_printed(later)), _NEVER)
+
+
 def watch_plain_models(recorder: Recorder) -> None:
     optimizers = Optimizers(recorder)
 
     def before(optimizer: Any, args: Any, kwargs: Any) -> None:
-        optimizers.before_step(optimizer)
+        if optimizers.is_turn(id(optimizer)):
+            optimizers.before_step(optimizer)
 
     replace(Optimizer, "__init__", lambda original: _wrap_made(recorder, optimizers, original))
     register_optimizer_step_pre_hook(before)

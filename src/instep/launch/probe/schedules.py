@@ -16,6 +16,7 @@ from instep.launch.probe.patching import replace
 from instep.launch.probe.recorder import Recorder, contained
 
 _FIRST_NOTE = 32
+_ALWAYS, _EVERY = 64, 8  # steps
 _LENGTHS = ("total_steps", "T_max", "total_iters")  # of OneCycleLR, CosineAnnealingLR, LinearLR and the like
 _IN_CLOSURES = ("num_training_steps",)  # of the functions that transformers makes
 _MOST = 20
@@ -52,12 +53,17 @@ class Schedules:
             row = Schedule(len(self._rows) + 1, site, scheduler, length, self._recorder.num_steps)
             self._rows.append(row)
 
-    @contained
     def before_step(self) -> None:
+        """Where there are any; in the first steps always, later now and then."""
         steps = self._recorder.num_steps
+        if self._rows and (steps < _ALWAYS or steps % _EVERY == 0):
+            self._read(steps)
+
+    @contained
+    def _read(self, steps: int) -> None:
         for row in self._rows:
             row.read(steps)
-        if self._rows and steps >= _FIRST_NOTE and steps & (steps - 1) == 0:
+        if steps >= _FIRST_NOTE and steps & (steps - 1) == 0:
             self.note()
 
     @contained

@@ -14,10 +14,14 @@ _MOST_NODES = 12  # from the loss: divisions, scales and sums lie between
 _MEAN = 1
 
 
+def is_token_turn(backwards: int) -> bool:
+    return backwards <= 8 or not backwards % _EVERY
+
+
 @contained
 def count_tokens(recorder: Recorder, loss: torch.Tensor, site: int) -> None:
     """Only on the CPU: elsewhere it would make the host wait."""
-    if (recorder.backwards > 8 and recorder.backwards % _EVERY) or not loss.is_cpu:
+    if not loss.is_cpu:
         return
     node = find_mean_loss(loss.grad_fn)
     if node is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import json
+import mmap
 import os
 import sys
 import threading
@@ -33,45 +34,60 @@ class Watcher:
         self._snapshot = snapshot
         self._thread: threading.Thread | None = None
         self._last_call: tuple[int, int] = (0, 0)
-        self._forwards = 0
+        self._forwards = self._marks = 0
         self._lines: Counter[tuple[str, int]] = Counter()
-        self._stop = threading.Event()
+        self._num_lines = 0
+        self._stop = threading.Lock()  # given back at the end; to wait for a lock with a timeout needs no Python code
+        self._stop.acquire()
         atexit.register(self._end)
 
     def start(self) -> None:
         if self._thread is None:
             layout.F64.pack_into(self._recorder.page, layout.BEAT, time.monotonic())  # before anything may hold it up
+            self._recorder.is_watched = True
             self._thread = threading.Thread(target=self._run, name="instep-watch", daemon=True)
             self._thread.start()
 
     def _run(self) -> None:
-        while not self._stop.wait(_EVERY_SECONDS):
+        while not self._stop.acquire(timeout=_EVERY_SECONDS):
             self._look()
             self._answer()
 
     def _end(self) -> None:
         """Before the interpreter goes: a thread that comes back from C++ into an interpreter that has ended can hang it."""
-        self._stop.set()
+        self._stop.release()
         if self._thread is not None:
             self._thread.join(_END_SECONDS)
+        self._recorder.is_watched = False  # nobody else writes what waits to be written
+        self._recorder.flush()
         self._note_lines()
 
     @contained
     def _look(self) -> None:
-        page = self._recorder.page
+        """While marks come in, nobody asks what the rank waits for: then only that it lives is shown."""
+        self._recorder.flush()
+        page, marks = self._recorder.page, self._recorder.num_marks
         layout.F64.pack_into(page, layout.BEAT, time.monotonic())
+        frame = sys._current_frames().get(self._recorder.main_thread or 0)
+        if marks == self._marks:
+            self._look_closely(page, frame)
+        else:
+            self._marks = marks
+            layout.I64.pack_into(page, layout.LAST_COMPLETED, layout.I64.unpack_from(page, layout.LAST_ENQUEUED)[0])
+            layout.U64.pack_into(page, layout.COMPILING, 0)
+        self._count_line(frame)
+        if self._recorder.sample_stack is not None:
+            self._recorder.sample_stack(frame)
+
+    def _look_closely(self, page: mmap.mmap | bytearray, frame: FrameType | None) -> None:
         status = flight.read_status()
         if status is not None:
             layout.I64.pack_into(page, layout.LAST_ENQUEUED, status[0])
             layout.I64.pack_into(page, layout.LAST_COMPLETED, status[1])
-        frame = sys._current_frames().get(self._recorder.main_thread or 0)
         self._sample(frame)
         # Only where no rank waits for a device in a line of its own.
         elsewhere = frame is not None and not is_torchs(frame) and not flight.has_device_groups()
         layout.U64.pack_into(page, layout.ELSEWHERE, int(elsewhere))
-        self._count_line(frame)
-        if self._recorder.sample_stack is not None:
-            self._recorder.sample_stack(frame)
 
     def _count_line(self, frame: FrameType | None) -> None:
         """Where the rank's own time goes, by the user's lines: samples taken while it is in no collective."""
@@ -83,14 +99,15 @@ class Watcher:
             line = os.path.abspath(frame.f_code.co_filename), frame.f_lineno
             self._lines[line] += 1
             self._recorder.seen_lines.append((time.monotonic(), *line))
-            if self._lines.total() % 200 == 0:
+            self._num_lines += 1
+            if self._num_lines % 200 == 0:
                 self._note_lines()
 
     @contained
     def _note_lines(self) -> None:
         top = [[file, line, count] for (file, line), count in self._lines.most_common(6)]
         if top:
-            self._recorder.log.note("lines", total=self._lines.total(), top=top)
+            self._recorder.log.note("lines", total=self._num_lines, top=top)
 
     def _sample(self, frame: FrameType | None) -> None:
         """Notices module calls that no wrapper sees, and compilers at work, from the stack of the main thread."""

@@ -1,4 +1,4 @@
-"""DistributedDataParallel: what each rank wraps, and each forward through the wrapper."""
+"""DistributedDataParallel: what each rank wraps, and what becomes of it."""
 
 from __future__ import annotations
 
@@ -17,19 +17,13 @@ import torch.distributed as dist
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
-from instep.launch.probe.exits import note_raised
 from instep.launch.probe.patching import replace
 from instep.launch.probe.recorder import Recorder, contained
 from instep.launch.probe.sites import is_users_file
 from instep.launch.probe.stop_requests import watch_stop_requests
-from instep.launch.probe.tensor_prints import print_tensor, tensors_in
 from instep.launch.probe.unused import UsedParameters, watch_used
-from instep.records import recording as layout
 
-_ENTER, _LEAVE = layout.KIND_NUMBER["enter-forward"], layout.KIND_NUMBER["leave-forward"]
-_FORWARD = layout.SECONDS_OF.index("forward")
 _MOST_NAMES = 400
-_PRINTED_FORWARDS = 24
 
 
 class Wrapped:
@@ -53,9 +47,12 @@ class Wrapped:
         self.averaged_by_hand = self.catching = False
         self.caught = 0
         self.sequence_before = 0
+        self.uses_default = getattr(model, "process_group", None) is dist.group.WORLD
 
-    def sequence(self) -> int:
-        """Operations given to the group that averages this model's gradients."""
+    def sequence(self, of_default: int) -> int:
+        """Operations given to the group that averages this model's gradients. of_default: those of the default group."""
+        if self.uses_default:
+            return of_default
         model: Any = self.model()
         if model is None:
             return 0
@@ -73,7 +70,7 @@ class Wrapped:
         """Whether the last average is still there and has not been used: neither cleared nor followed by an update, as
         the closures of LBFGS and two-step optimizers do."""
         first = self.parameters[0] if self.parameters else None
-        return first is not None and first.grad is not None and first._version == self.version
+        return first is not None and first._version == self.version and first.grad is not None
 
     def remember_version(self) -> None:
         self.version = self.parameters[0]._version if self.parameters else -1
@@ -87,7 +84,10 @@ class Wrappers:
         self.no_sync_site = 0
 
     def of_model(self, model: Any) -> Wrapped | None:
-        return next((one for one in self.all if one.model() is model), None)
+        for one in self.all:
+            if one.model() is model:
+                return one
+        return None
 
     def of_inner(self, module: Any) -> Wrapped | None:
         return next((one for one in self.all if (m := one.model()) is not None and m.module is module), None)
@@ -126,7 +126,6 @@ def note_parameter_traffic(recorder: Recorder, tensor: torch.Tensor, site: int, 
 
 def watch_wrapping(recorder: Recorder) -> None:
     replace(DistributedDataParallel, "__init__", lambda original: _wrap_init(recorder, original))
-    replace(DistributedDataParallel, "forward", lambda original: _wrap_forward(recorder, original))
     replace(DistributedDataParallel, "no_sync", lambda original: _wrap_no_sync(recorder, original))
     replace(Join, "__enter__", lambda original: _wrap_join(recorder, original))
     replace(torch.nn.Module, "_apply", lambda original: _wrap_apply(recorder, original))
@@ -212,62 +211,6 @@ def _remember(recorder: Recorder, model: DistributedDataParallel, site: int) -> 
     WRAPPERS.all.append(wrapped)
     if len(WRAPPERS.all) > 16:  # scripts that wrap again and again, as trainers do between stages
         WRAPPERS.all = [one for one in WRAPPERS.all if one.model() is not None]
-
-
-def _wrap_forward(recorder: Recorder, original: Callable[..., Any]) -> Callable[..., Any]:
-    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():
-            return original(self, *args, **kwargs)
-        entered = _enter_forward(recorder, self, args, kwargs)
-        try:
-            return original(self, *args, **kwargs)
-        except Exception as error:
-            note_unused(recorder, self, error)
-            note_raised(recorder, "forward", entered[0] if entered else 0, error)
-            raise
-        finally:
-            _leave_forward(recorder, entered)
-
-    return call
-
-
-@contained
-def _enter_forward(
-    recorder: Recorder, model: DistributedDataParallel, args: Any, kwargs: Any
-) -> tuple[int, float, int]:
-    site = recorder.sites.here(2)
-    recorder.depth = 0
-    recorder.forwards += 1
-    wrapped = WRAPPERS.of_model(model)
-    grad = torch.is_grad_enabled()
-    synced = grad and model.require_backward_grad_sync
-    if wrapped is not None:
-        wrapped.forwards += 1
-        wrapped.forward_since_step = wrapped.forward_since_step or grad
-        if grad:
-            wrapped.expects_reduction, wrapped.expects_local = synced, not synced
-            _print_inputs(recorder, wrapped, args, kwargs, site)
-    flags = (0 if synced else layout.UNSYNCED) | (0 if grad else layout.NO_GRAD)
-    flags |= 0 if model.training else layout.EVALUATING
-    recorder.turns += not flags
-    number = wrapped.number if wrapped is not None else 0
-    return site, recorder.mark(_ENTER, 0, flags, site, number), number
-
-
-def _print_inputs(recorder: Recorder, wrapped: Wrapped, args: Any, kwargs: Any, site: int) -> None:
-    """Of the first forwards: what the model was called with, in a few bits, to be compared between ranks."""
-    if not 1 < wrapped.forwards <= _PRINTED_FORWARDS:
-        return
-    leaves = [tensor for _, tensor in (*tensors_in(args), *tensors_in(kwargs))][:4]
-    prints = [print_tensor(tensor) for tensor in leaves]
-    recorder.log.note("inputs", wrapper=wrapped.number, call=wrapped.forwards, site=site, prints=prints)
-
-
-@contained
-def _leave_forward(recorder: Recorder, entered: tuple[int, float, int] | None) -> None:
-    if entered is not None:
-        site, started, number = entered
-        recorder.spend(_FORWARD, recorder.mark(_LEAVE, 0, 0, site, number) - started)
 
 
 @contained
