@@ -103,7 +103,9 @@ def _finding(run: RunView, key: Key, same: int, seen: int) -> Finding:
             f"The loader made at {short(where)} reads {event['dataset']}, which gives the same stream on every rank."
         )
     elif event.get("replaces"):
-        cause = f"The loader made at {short(where)} draws with {sampler}, whose random numbers are the same on every rank."
+        cause = (
+            f"The loader made at {short(where)} draws with {sampler}, whose random numbers are the same on every rank."
+        )
     else:
         cause = f"The loader made at {short(where)} draws with {sampler}, which gives every rank the whole data set in the same order."
     return Finding(

@@ -25,8 +25,8 @@ from instep.diagnose.site_costs import busiest_loop_line
 from instep.diagnose.time_shares import Shares, measure_shares
 from instep.records.finding import Finding
 
-MIN_SHARE = 0.3  # of the time of a step
-MIN_OWN = 0.5  # of what a rank does without waiting for others; they wait for the slower one of them in turn
+MIN_OWN = 0.5  # of what a rank does without waiting for others or for a core
+MIN_SHARE = 0.3  # that this is of all the time, without waits for a core
 MIN_SECONDS = 1.5
 
 
@@ -35,23 +35,23 @@ def check(run: RunView) -> Iterator[Finding]:
     if not run.is_whole or len(found) < len(run.ranks) or not all(wraps(view) for view in run.ranks):
         return
     rests = [rest_of(shares) for _, shares in found]
-    least = min(rest / shares.total_seconds for rest, (_, shares) in zip(rests, found))
+    least = min(rest / max(1e-9, usual_own(shares)) for rest, (_, shares) in zip(rests, found))
+    counts = all(usual_own(shares) > MIN_SHARE * (shares.total_seconds - shares.delayed_seconds) for _, shares in found)
     line = busiest_loop_line(found[0][0])
-    own = min(rest / max(1e-9, working(shares)) for rest, (_, shares) in zip(rests, found))
-    if least < MIN_SHARE or own < MIN_OWN or min(rests) < MIN_SECONDS or line is None:
+    if least < MIN_OWN or not counts or min(rests) < MIN_SECONDS or line is None:
         return
     where, share = line
     spent = least * share
     yield Finding(
         id="speed/rest-of-loop",
-        title=f"{least:.0%} of the time passes between the parts of a step, most of it at {short(where)}",
-        cause=f"On every rank {least:.0%} of a step is neither waiting for a data loader nor forward, backward, update or collective; in {share:.0%} of the looks at it the rank was at {short(where)} ({where.source}).",
+        title=f"{least:.0%} of each rank's own time passes between the parts of a step, most of it at {short(where)}",
+        cause=f"Without what it waits for others, {least:.0%} of a rank's time is neither in a data loader nor in forward, backward, update or collective; in {share:.0%} of the looks at it the rank was at {short(where)} ({where.source}).",
         fix=(
             f"if {short(where)} makes batches, let a DataLoader with num_workers=2 or more do it; otherwise do it more seldom (up to {1 / max(0.05, 1 - spent):.1f} times as fast)",
         ),
         evidence=tuple(
             view.cite(
-                f"rank {view.rank}: {rest:.1f} s of {shares.total_seconds:.1f} s between the parts of its steps",
+                f"rank {view.rank}: {rest:.1f} s of {usual_own(shares):.1f} s of its own between the parts of its steps",
                 "page.bin",
             )
             for rest, (view, shares) in list(zip(rests, found))[:4]
@@ -61,10 +61,11 @@ def check(run: RunView) -> Iterator[Finding]:
     )
 
 
-def working(shares: Shares) -> float:
-    return shares.own_seconds - shares.delayed_seconds
+def usual_own(shares: Shares) -> float:
+    """Seconds of all steps, as long as the usual one is, without waiting for other ranks or for a core."""
+    return shares.usual_own_seconds * shares.steps
 
 
 def rest_of(shares: Shares) -> float:
-    known = shares.data_seconds + shares.forward_seconds + shares.backward_seconds + shares.step_seconds
-    return max(0.0, shares.total_seconds - known - shares.collective_seconds - shares.delayed_seconds)
+    known = shares.data_seconds + shares.forward_seconds + shares.backward_own_seconds + shares.step_seconds
+    return max(0.0, usual_own(shares) - known)
