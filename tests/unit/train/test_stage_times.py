@@ -43,5 +43,5 @@ def test_the_time_of_a_part_is_its_median() -> None:
     for _ in range(3):
         with clock.timing("part"):
             pass
-    clock._found["part"][:2] = [5.0, 7.0]
+    clock._seconds["part"][:2] = [5.0, 7.0]
     assert clock.read() == {"part": 5.0}

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from instep.errors import UsageError
+from instep.errors import InstepError, UsageError
 from instep.records.schedules import SCHEDULES
 from instep.train.absent import is_absent
 from instep.train.precision import as_float32
@@ -213,9 +213,12 @@ class Pipeline:
         run = self._schedule_for(jobs[0].plan, len(jobs))
         try:
             run()
-        except RuntimeError:  # torch's, around what happened in a stage
+        except RuntimeError as error:  # torch's, around what happened in a stage
             if self._failure is not None:
                 raise self._failure from None
+            if isinstance(error.__cause__, Exception):  # in the backward of one
+                self._say_where(error.__cause__, "backward of " + " or ".join(f"stage {s}" for s in sorted(self.held)))
+                raise error.__cause__ from None
             raise
         finally:
             self._jobs, self._loss_fn, self._failure = (), None, None
@@ -238,7 +241,14 @@ class Pipeline:
             return self._stage(stage, self._jobs[number], list(received))
         except Exception as error:
             self._failure = error  # torch raises one of its own in its place
+            self._say_where(error, f"stage {stage}")
             raise
+
+    def _say_where(self, error: Exception, stage: str) -> None:
+        """Below the error's text, where Python has notes (3.11); errors of ours say themselves what is meant."""
+        add_note: Any = getattr(error, "add_note", None)
+        if add_note is not None and not isinstance(error, InstepError):
+            add_note(f"[in {stage} of {self.cuts.count} of the pipeline, which this rank holds]")
 
     def _stage(self, stage: int, job: Job, received: list[Tensor]) -> Any:
         job.begin()

@@ -23,7 +23,8 @@ class StageClock:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._found: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event] | float]] = defaultdict(list)
+        self._seconds: dict[str, list[float]] = defaultdict(list)
+        self._events: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
 
     @contextlib.contextmanager
     def timing(self, name: str) -> Iterator[None]:
@@ -32,21 +33,20 @@ class StageClock:
             begin.record()
             yield
             end.record()
-            self._found[name].append((begin, end))
+            self._events.append((name, begin, end))
         else:
             start = time.perf_counter()
             yield
-            self._found[name].append(time.perf_counter() - start)
+            self._seconds[name].append(time.perf_counter() - start)
 
     def read(self) -> dict[str, float]:
         """Seconds by name, the median over micro-batches."""
-        if self._device.type == "cuda":
+        if self._events:
             torch.cuda.synchronize(self._device)
-        seconds = {
-            name: [each if isinstance(each, float) else each[0].elapsed_time(each[1]) / 1000 for each in found]
-            for name, found in self._found.items()
-        }
-        return {name: statistics.median(found) for name, found in seconds.items()}
+        for name, begin, end in self._events:
+            self._seconds[name].append(begin.elapsed_time(end) / 1000)
+        self._events = []
+        return {name: statistics.median(found) for name, found in self._seconds.items()}
 
 
 def advise_on_cut(model: nn.Module, cuts: Cuts, seconds: Mapping[str, float]) -> str | None:
