@@ -146,7 +146,7 @@ def _check_split(run: Run, given: Given) -> None:
     if given.is_sharded:
         check_shardable(run._arguments)
     if given.split.tensor != 1:
-        check_splittable(run._arguments, compiled=given.options.compile)
+        check_splittable(run._arguments)
     if given.split.pipeline != 1:
         check_pipeline(run._arguments, given.split, given.options)
 

@@ -60,13 +60,82 @@ class Own(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        layer = {"up": nn.Linear(4, 8), "down": nn.Linear(8, 4)}
-        self.layers = nn.ModuleList([nn.ModuleDict(layer)])
+        self.layers = nn.ModuleList(nn.ModuleDict({"up": nn.Linear(4, 8), "down": nn.Linear(8, 4)}) for _ in range(2))
 
 
 def test_a_models_own_plan_comes_before_what_is_recognised() -> None:
-    assert list(shown(Own())) == ["layers.0.up", "layers.0.down"]
-    assert shown(Own(), plan={"layers.0.up": "whole"}) == {"layers.0.up": "Whole()"}
+    assert list(shown(Own())) == ["layers.0.up", "layers.1.up", "layers.0.down", "layers.1.down"]
+    assert shown(Own(), plan={"layers.0.up": "rowwise"}) == {"layers.0.up": "Rows(whole_input=False)"}
+
+
+def test_a_part_of_a_model_brings_its_own_plan() -> None:
+    model = nn.ModuleDict({"body": Own(), "head": nn.Linear(4, 6)})
+    assert list(shown(model))[1:] == ["body.layers.1.up", "body.layers.0.down", "body.layers.1.down", "head"]
+
+
+def test_what_stays_whole_takes_its_partners_along() -> None:
+    assert shown(Own(), plan={"layers.0.up": "whole"}) == {
+        "layers.1.up": "Columns(parts=1, gathered=False)",
+        "layers.1.down": "Rows(whole_input=False)",
+        "layers.0.up": "Whole()",
+    }
+    kept = shown(sequence(), plan={"3": "whole"})
+    assert kept == {"0": "Columns(parts=1, gathered=True)", "5": "Columns(parts=1, gathered=True)", "3": "Whole()"}
+    convolution = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(4, 4))
+    assert shown(convolution, plan={"0": "whole"}) == {"2": "Columns(parts=1, gathered=True)", "0": "Whole()"}
+    with pytest.raises(instep.UsageError, match="ModuleDict has no layer that tensor=2 could split"):
+        find_plan(nn.ModuleDict({"body": Own()}), {"body": "whole"}, 2)
+
+
+class Attention(nn.Module):
+    """As in T5."""
+
+    __module__ = "transformers.models.any"
+
+    def __init__(self, *beside: str) -> None:
+        super().__init__()
+        for name in ("q", "k", "v", "o", *beside):
+            self.add_module(name, nn.Linear(8, 8))
+        self.relative_attention_bias = nn.Embedding(6, 4)
+
+
+class Feed(nn.Module):
+    __module__ = "transformers.models.any"
+
+    def __init__(self, between: nn.Module) -> None:
+        super().__init__()
+        self.wi, self.between, self.wo = nn.Linear(8, 16), between, nn.Linear(16, 8)
+
+
+class Crossed(nn.Module):
+    """As in BERT: what brings the heads together lies in another module."""
+
+    __module__ = "transformers.models.any"
+
+    def __init__(self) -> None:
+        super().__init__()
+        parts = {name: nn.Linear(8, 8) for name in ("query", "key", "value")}
+        self.add_module("self", nn.ModuleDict({**parts, "dropout": nn.Dropout(0.1)}))
+        self.output = nn.ModuleDict({"dense": nn.Linear(8, 8), "LayerNorm": nn.LayerNorm(8)})
+
+
+def test_knows_attention_of_transformers_by_its_parts() -> None:
+    alone = "Columns(parts=1, gathered=True)"
+    assert shown(Attention()) == {
+        **dict.fromkeys("qkv", "Columns(parts=1, gathered=False)"),
+        "o": "Rows(whole_input=False)",
+        "relative_attention_bias": "Features()",
+    }
+    assert shown(Attention("q_norm")) == dict.fromkeys(("q", "k", "v", "o", "q_norm"), alone)
+    assert shown(Crossed())["self.value"] == "Columns(parts=1, gathered=False)"
+    assert shown(Crossed())["output.dense"] == "Rows(whole_input=False)"
+    assert shown(Feed(nn.ReLU()))["wo"] == "Rows(whole_input=False)"
+    assert shown(Feed(nn.LayerNorm(16))) == {"wi": alone, "wo": alone}
+
+
+def test_a_convolution_that_embeds_patches_stays_whole() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 4, 2, stride=2), nn.Flatten(), nn.Linear(4, 4))
+    assert list(shown(model)) == ["2"]
 
 
 def test_a_star_stands_for_one_part_of_a_name() -> None:
@@ -136,13 +205,31 @@ def test_heads_of_keys_are_counted_by_themselves() -> None:
 def test_tied_layers_that_a_plan_would_part_are_refused() -> None:
     model = nn.ModuleDict({"tokens": nn.Embedding(8, 4), "head": nn.Linear(4, 8, bias=False)})
     model["head"].weight = model["tokens"].weight
-    plan = find_plan(model, {"head": "colwise_gather_output"}, 2)
+    given = {"head": "colwise_gather_output"}
     with pytest.raises(
         instep.UsageError, match=re.escape("tokens and head share one weight, and Parallel(plan=...) splits")
     ):
-        settle_ties(model, plan, find_ties(model), is_given=True)
-    settle_ties(model, plan, find_ties(model), is_given=False)
-    assert not plan
+        settle_ties(model, find_plan(model, given, 2), find_ties(model), given, 2)
+
+
+def test_tied_layers_that_nobody_splits_alike_stay_whole_with_their_partners() -> None:
+    model = nn.ModuleDict(
+        {
+            "pair": sequence(),
+            "tokens": nn.Embedding(8, 4),
+            "head": nn.Linear(4, 8),
+            "kept": nn.Embedding(8, 4, sparse=True),
+        }
+    )
+    model["head"].weight = model["tokens"].weight
+    model["head"].register_parameter("bias", nn.Parameter(model["pair"][5].bias.new_zeros(8)))
+    model.register_parameter("bias", model["head"].bias)  # as BertForMaskedLM has it
+    model["kept"].weight = model["pair"][0].weight
+    plan = settle_ties(model, find_plan(model, None, 2), find_ties(model), None, 2)
+    assert {name: repr(style) for name, style in plan.items() if repr(style) != "Whole()"} == {
+        "pair.3": "Columns(parts=1, gathered=True)",
+        "pair.5": "Columns(parts=1, gathered=True)",
+    }
 
 
 def test_a_plan_without_a_tensor_axis_is_refused() -> None:
@@ -174,16 +261,20 @@ def test_norms_between_split_pairs_work_on_stretches() -> None:
     assert plan["layers.0.linear1"].sequence_dim == plan["layers.0.linear2"].sequence_dim == 0  # type: ignore[attr-defined]
 
 
+def test_the_memory_of_a_decoder_comes_whole() -> None:
+    model = nn.TransformerDecoder(nn.TransformerDecoderLayer(8, 2, 16), 2)
+    plan: Any = find_plan(model, None, 2)
+    plan_sequence(model, plan, find_stacks(model, plan))
+    assert plan["layers.1.multihead_attn"].memory_is_whole and not plan["layers.1.self_attn"].memory_is_whole
+    assert plan["layers.1.multihead_attn"].sequence_dim == 0 and repr(plan["layers.1.norm3"]) == "OnShares()"
+
+
 @pytest.mark.parametrize(
     ("model", "text"),
     [
         (
             sequence(),
             "sequence=True works on blocks that the model repeats, one after another, and Sequential has none",
-        ),
-        (
-            nn.TransformerDecoder(nn.TransformerDecoderLayer(8, 2, 16), 2),
-            "sequence=True does not reach layers.0, a TransformerDecoderLayer, whose memory is whole.",
         ),
         (
             nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)) for _ in range(2))),
@@ -204,29 +295,22 @@ def test_stretches_are_equally_long() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "compiled", "text"),
+    ("arguments", "text"),
     [
         (
-            {},
-            True,
-            "compile=True does not go with tensor= yet: sums over ranks lie inside the blocks that would be compiled.",
-        ),
-        (
             {"exact": True},
-            False,
             "exact=True adds gradients in an order of its own and goes with 'ddp' and 'zero1' only.",
         ),
         (
             {"compress": "powersgd"},
-            False,
             "compress='powersgd' looks at whole matrices of gradients, of which tensor= leaves",
         ),
     ],
 )
-def test_names_what_does_not_go_together(arguments: dict[str, Any], compiled: bool, text: str) -> None:
+def test_names_what_does_not_go_together(arguments: dict[str, Any], text: str) -> None:
     given: Any = SimpleNamespace(**{"exact": False, "compress": None, **arguments})
     with pytest.raises(instep.UsageError, match=re.escape(text)):
-        check_splittable(given, compiled=compiled)
+        check_splittable(given)
 
 
 def test_sees_whether_a_module_draws() -> None:

@@ -6,66 +6,67 @@ projects to its heads, attends, and the output projection adds the ranks' contri
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import Shard
 
 from instep.errors import UsageError
+from instep.train.techniques.tensor.moves import add_up, enter, gather
 from instep.train.techniques.tensor.regions import attention_weights
-from instep.train.techniques.tensor.styles import Rows, Split, add_up, enter, own_share, place
+from instep.train.techniques.tensor.styles import Rows, Split, own_share
 
 SEPARATE = ("q_proj_weight", "k_proj_weight", "v_proj_weight")
 
 
 class Heads(Split):
-    """nn.MultiheadAttention by heads."""
+    """nn.MultiheadAttention by heads. memory_is_whole: where queries come in stretches, keys and values do not."""
 
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+    memory_is_whole = False
+
+    def place(self, module: nn.Module) -> None:
         assert isinstance(module, nn.MultiheadAttention)
-        for name in ("in_proj_weight", "in_proj_bias", *SEPARATE):
-            place(module, name, device_mesh, Shard(0))
+        self._place_all(module, dict.fromkeys(("in_proj_weight", "in_proj_bias", *SEPARATE), Shard(0)))
         rows = Rows()
         rows.region = self.region
         rows.sequence_dim = None if self.sequence_dim is None else 0  # of what the heads give, lengths come first
-        rows._apply(module.out_proj, device_mesh)
+        rows._apply(module.out_proj, self.mesh)
 
-        def forward(
-            query: Tensor,
-            key: Tensor,
-            value: Tensor,
-            key_padding_mask: Tensor | None = None,
-            need_weights: bool = True,
-            attn_mask: Tensor | None = None,
-            average_attn_weights: bool = True,
-            is_causal: bool = False,
-        ) -> tuple[Tensor, Tensor | None]:
-            is_batched = query.dim() == 3
-            inputs = _as_batches(module, is_batched, query, key, value)
-            inputs = self._enter(inputs, device_mesh)
-            if is_causal and attn_mask is None:
-                raise RuntimeError("Need attn_mask if specifying the is_causal hint.")  # as PyTorch's
-            mask = _join_masks(module, inputs, key_padding_mask, attn_mask)
-            mask = mask if mask is None or mask.dim() < 4 or mask.shape[1] == 1 else self._own_heads(mask)
-            mixed, weights = self._attend(module, device_mesh, inputs, mask, need_weights)
-            out = module.out_proj(mixed)  # (length, batch, width), since dropout after it draws in the order of memory
-            if weights is not None:
-                weights = _report(weights, module.num_heads, average_attn_weights, device_mesh)
-            if not is_batched:
-                return out[:, 0], None if weights is None else weights[0]
-            return out.transpose(0, 1) if module.batch_first else out, weights
+    def run(
+        self,
+        layer: nn.MultiheadAttention,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None = None,
+        need_weights: bool = True,
+        attn_mask: Tensor | None = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        is_batched = query.dim() == 3
+        inputs = self._enter(_as_batches(layer, is_batched, query, key, value))
+        if is_causal and attn_mask is None:
+            raise RuntimeError("Need attn_mask if specifying the is_causal hint.")  # as PyTorch's
+        mask = _join_masks(layer, inputs, key_padding_mask, attn_mask)
+        mask = mask if mask is None or mask.dim() < 4 or mask.shape[1] == 1 else self._own_heads(mask)
+        mixed, weights = self._attend(layer, inputs, mask, need_weights)
+        out = layer.out_proj(mixed)  # (length, batch, width), since dropout after it draws in the order of memory
+        if weights is not None:
+            weights = _report(weights, layer.num_heads, average_attn_weights, self.mesh)
+        if not is_batched:
+            return out[:, 0], None if weights is None else weights[0]
+        return out.transpose(0, 1) if layer.batch_first else out, weights
 
-        module.forward = forward
-        return module
-
-    def _enter(self, inputs: tuple[Tensor, Tensor, Tensor], mesh: DeviceMesh) -> tuple[Tensor, Tensor, Tensor]:
+    def _enter(self, inputs: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         """Each different input once."""
         dim = None if self.sequence_dim is None else 1
         query, key, value = inputs
-        entered = {id(x): enter(x, mesh, dim) for x in inputs}
+        entered = {id(query): enter(query, self.mesh, dim)}
+        for x in (key, value):
+            if id(x) not in entered:
+                entered[id(x)] = enter(x, self.mesh, None if self.memory_is_whole else dim)
         return entered[id(query)], entered[id(key)], entered[id(value)]
 
     def _own_heads(self, mask: Tensor) -> Tensor:
@@ -75,12 +76,11 @@ class Heads(Split):
     def _attend(
         self,
         module: nn.MultiheadAttention,
-        mesh: DeviceMesh,
         inputs: tuple[Tensor, Tensor, Tensor],
         mask: Tensor | None,
         need_weights: bool,
     ) -> tuple[Tensor, Tensor | None]:
-        query, key, value = (self._split(module, x) for x in _project(module, mesh, inputs))
+        query, key, value = (self._split(module, x) for x in _project(module, self.mesh, inputs))
         p = module.dropout if module.training else 0.0
         if not need_weights and not p:
             mixed, weights = F.scaled_dot_product_attention(query, key, value, attn_mask=mask), None
@@ -122,10 +122,6 @@ def _project(
     module: nn.MultiheadAttention, mesh: DeviceMesh, inputs: tuple[Tensor, Tensor, Tensor]
 ) -> tuple[Tensor, ...]:
     """Queries, keys and values of this rank's heads."""
-    query, key, value = inputs
-    query = enter(query, mesh)
-    key = query if key is inputs[0] else enter(key, mesh)
-    value = key if value is inputs[1] else enter(value, mesh)
     if module.in_proj_weight is not None:
         weights = own_share(module.in_proj_weight, 0, 3, mesh).chunk(3)
     else:
@@ -164,6 +160,4 @@ def _report(weights: Tensor, num_heads: int, average: bool, mesh: DeviceMesh) ->
     """The weights as the caller wants them: their mean over all heads, or those of all heads."""
     if average:
         return add_up(weights.sum(1) / num_heads, mesh)
-    spread = DTensor.from_local(weights, mesh, [Shard(1)], run_check=False)
-    whole: Any = spread.redistribute(placements=[Replicate()])
-    return whole.to_local()
+    return gather(weights, mesh, 1)

@@ -7,7 +7,7 @@ from the user, from the model (as those of transformers bring one), or from what
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -15,36 +15,46 @@ from torch import nn
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from instep.errors import UsageError
-from instep.train.techniques.tensor.attention import Heads, check_attention
+from instep.train.techniques.tensor.attention import Heads
+from instep.train.techniques.tensor.known import known_styles
 from instep.train.techniques.tensor.styles import (
     BY_NAME,
     Columns,
-    Rows,
     Vocabulary,
+    Whole,
     is_linear,
-    is_transposed,
-    num_inputs,
     num_outputs,
 )
 
 Plan = dict[str, ParallelStyle]
-ELEMENTWISE = (
-    *(nn.ReLU, nn.GELU, nn.SiLU, nn.Tanh, nn.Sigmoid, nn.ELU, nn.LeakyReLU, nn.Mish, nn.Softplus, nn.Hardswish),
-    *(nn.ReLU6, nn.SELU, nn.CELU, nn.Identity, nn.Dropout),
-)
 SMALL = (nn.LayerNorm, nn.RMSNorm, nn.Embedding, nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.GroupNorm)
 
 
 def find_plan(model: nn.Module, given: Mapping[str, Any] | None, degree: int) -> Plan:
     """Raises UsageError for a plan that does not fit the model, and for a layer of which nobody knows how to split it."""
-    if given is not None:
-        return read_plan(model, given, "Parallel(plan=...)")
-    declared = declared_plan(model)
-    if declared:
-        plan = _only_even(model, read_plan(model, declared, f"the tp_plan of {type(model).__name__}"), degree)
-    else:
-        plan = recognise(model, degree)
-    return plan
+    named = read_plan(model, given or {}, "Parallel(plan=...)")
+    if given is not None and says_all(given):
+        return named
+    plan: Plan = {}
+    declared = declared_plans(model)
+    for name, styles in declared.items():
+        inner = model.get_submodule(name)
+        found = _only_even(inner, read_plan(inner, styles, f"the tp_plan of {type(inner).__name__}"), degree)
+        plan.update({f"{name}.{key}".lstrip("."): style for key, style in found.items()})
+    plan = _without(plan, list(named))
+    if "" not in declared:
+        plan.update(recognise(model, degree, [*named, *declared]))
+    if not any(not isinstance(style, Whole) for style in plan.values()):
+        raise UsageError(
+            f"{type(model).__name__} has no layer that tensor={degree} could split: none of its linear layers has a number of "
+            f"outputs that {degree} divides. Take another degree, or say how with Parallel(tensor={degree}, plan={{...}})."
+        )
+    return plan | named
+
+
+def says_all(given: Mapping[str, Any]) -> bool:
+    """Whether a plan says how to split; one that only keeps layers whole leaves the others to what is known of the model."""
+    return not given or any(not isinstance(_style(value, key, "the plan"), Whole) for key, value in given.items())
 
 
 def read_plan(model: nn.Module, given: Mapping[str, Any], of: str) -> Plan:
@@ -78,13 +88,24 @@ def _style(value: Any, pattern: str, of: str) -> ParallelStyle:
     )
 
 
-def declared_plan(model: nn.Module) -> dict[str, Any]:
-    """What the model brings: `tp_plan` on a model of one's own, `_tp_plan` and its configuration's in transformers."""
-    plan = getattr(model, "_tp_plan", None) or getattr(model, "tp_plan", None) or {}
-    if plan and not any("*" in key for key in plan) and hasattr(model, "config"):
-        base = getattr(model.config, "base_model_tp_plan", None) or {}
-        prefix = getattr(model, "base_model_prefix", "")
-        inside = hasattr(model, prefix)
+def declared_plans(model: nn.Module) -> dict[str, dict[str, Any]]:
+    """By name of a module, "" for the model itself, what it brings; of modules inside each other the outer one's."""
+    found: dict[str, dict[str, Any]] = {}
+    for name, module in model.named_modules():
+        if not any(other == "" or name.startswith(f"{other}.") for other in found) and (plan := _declared(module)):
+            found[name] = plan
+    return found
+
+
+def _declared(module: nn.Module) -> dict[str, Any]:
+    """`tp_plan` on a class of one's own, `_tp_plan` and its configuration's in transformers."""
+    plan = getattr(module, "_tp_plan", None) or getattr(module, "tp_plan", None) or {}
+    if not isinstance(plan, Mapping):  # a method or a layer of that name
+        return {}
+    if plan and not any("*" in key for key in plan) and hasattr(module, "config"):
+        base = getattr(module.config, "base_model_tp_plan", None) or {}
+        prefix = getattr(module, "base_model_prefix", "")
+        inside = hasattr(module, prefix)
         plan = {**{f"{prefix}.{key}" if inside else key: value for key, value in base.items()}, **plan}
     return dict(plan)
 
@@ -105,70 +126,58 @@ def _rows(layer: Any) -> int:
     return layer.num_embeddings
 
 
+def _without(plan: Plan, whole: list[str]) -> Plan:
+    """Without what stays whole, and without its partners: layers of one module that work on shares do so together."""
+    parted = {name.rpartition(".")[0] for name in plan if _touches(name, whole)}
+    alone = (Vocabulary, Whole)
+    return {
+        name: style
+        for name, style in plan.items()
+        if not _touches(name, whole)
+        and (name.rpartition(".")[0] not in parted or isinstance(style, alone) or getattr(style, "gathered", False))
+    }
+
+
+def _touches(name: str, whole: list[str]) -> bool:
+    """Whether one of them is this module, around it or inside it."""
+    return any(name == other or name.startswith(f"{other}.") or other.startswith(f"{name}.") for other in whole)
+
+
 # -- what is recognised
 
 
-def recognise(model: nn.Module, degree: int) -> Plan:
-    """A plan for a model that brings none: pairs of layers where their roles are known, single layers elsewhere."""
+def recognise(model: nn.Module, degree: int, whole: list[str]) -> Plan:
+    """A plan for a model that brings none: pairs of layers where their roles are known, single layers elsewhere.
+
+    whole: names of modules that stay so.
+    """
     plan: Plan = {}
-    for name, module in model.named_modules():
-        for key, style in _known(name, module, degree).items():
-            plan[".".join(filter(None, (name, key)))] = style
+    modules = [(name, module) for name, module in model.named_modules() if not _is_in(name, whole)]
+    for name, module in modules:
+        found = {
+            ".".join(filter(None, (name, key))): style for key, style in known_styles(name, module, degree).items()
+        }
+        if not any(_touches(key, whole) for key in found):
+            plan.update(found)
     inside = tuple(f"{name}." for name, style in plan.items() if isinstance(style, Heads))
-    for name, module in model.named_modules():
+    for name, module in modules:
         if name in plan or name.startswith(inside or ("\0",)):
             continue
         if is_linear(module) and num_outputs(module) % degree == 0:
             plan[name] = Columns(gathered=True)
         elif not is_linear(module):
             _check_whole(name, module)
-    if not plan:
-        raise UsageError(
-            f"{type(model).__name__} has no layer that tensor={degree} could split: none of its linear layers has a number of "
-            f"outputs that {degree} divides. Take another degree, or say how with Parallel(tensor={degree}, plan={{...}})."
-        )
     _add_embeddings(model, plan, degree)
     return plan
 
 
-def _known(name: str, module: nn.Module, degree: int) -> Plan:
-    """Styles for the layers inside a module whose forward is known."""
-    if isinstance(module, (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)):
-        return {"linear1": Columns(), "linear2": Rows()} if module.linear1.out_features % degree == 0 else {}
-    if isinstance(module, nn.MultiheadAttention):
-        check_attention(name, module)
-        return {"": Heads()}
-    if isinstance(module, nn.Sequential):
-        return dict(_pairs(module, degree))
-    if is_transposed(getattr(module, "c_proj", None) or module):  # GPT-2
-        return _gpt2(module, degree)
-    return {}
-
-
-def _gpt2(module: nn.Module, degree: int) -> Plan:
-    if hasattr(module, "c_attn") and hasattr(module, "split_size") and not hasattr(module, "q_attn"):
-        return {"c_attn": Columns(3), "c_proj": Rows()}
-    c_fc = getattr(module, "c_fc", None)
-    return {"c_fc": Columns(), "c_proj": Rows()} if c_fc is not None and num_outputs(c_fc) % degree == 0 else {}
-
-
-def _pairs(sequence: nn.Sequential, degree: int) -> Iterator[tuple[str, ParallelStyle]]:
-    """Linear, what works on each element alone, Linear: split by outputs, then by inputs."""
-    first: str | None = None
-    for key, layer in sequence.named_children():
-        if isinstance(layer, nn.Linear):
-            if first is not None and num_inputs(layer) % degree == 0:
-                yield from ((first, Columns()), (key, Rows()))
-                first = None
-            else:
-                first = key
-        elif not isinstance(layer, ELEMENTWISE):
-            first = None
+def _is_in(name: str, whole: list[str]) -> bool:
+    return any(name == other or name.startswith(f"{other}.") for other in whole)
 
 
 def _check_whole(name: str, module: nn.Module) -> None:
     """Raises UsageError for parameters that would lie whole on every rank without anyone having said so."""
-    if isinstance(module, SMALL) or not name:
+    if isinstance(module, SMALL) or not name or _embeds_patches(module):
         return
     large = [key for key, p in module.named_parameters(recurse=False) if p.dim() > 1 and min(p.shape) > 1]
     if large and not any(module.children()):
@@ -177,6 +186,12 @@ def _check_whole(name: str, module: nn.Module) -> None:
             f"Parallel(tensor=..., plan={{{name!r}: ...}}), keep it whole on every rank with plan={{{name!r}: 'whole'}}, or "
             "take shard= instead."
         )
+
+
+def _embeds_patches(module: nn.Module) -> bool:
+    """A convolution whose windows do not meet is a small table of embeddings, as at the start of a ViT."""
+    convolutions = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+    return isinstance(module, convolutions) and module.kernel_size == module.stride and max(module.stride) > 1
 
 
 def _add_embeddings(model: nn.Module, plan: Plan, degree: int) -> None:

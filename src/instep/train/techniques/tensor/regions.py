@@ -8,12 +8,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import wraps
+from types import MethodType
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+
+from instep.train.techniques.blocks import plain_forward
 
 HEADS_DIM = 1  # of (batch, heads, length, width)
 
@@ -26,6 +30,7 @@ class Region:
         self.rank, self.size = rank, size
         self.inside = False
         self.stretched_dim: int | None = None
+        self.guarded: dict[Callable[..., Any], Callable[..., Any]] = {}  # see guard_region
         self._entered: tuple[Tensor, bool, Tensor] | None = None
 
     def enter_once(self, x: Tensor, enter: Callable[[Tensor], Tensor]) -> Tensor:
@@ -130,18 +135,24 @@ def guard_region(module: nn.Module, region: Region) -> None:
     """Makes the module's own forward draw whole masks, where it draws any; in place."""
     if not draws(module):
         return
-    forward: Callable[..., Any] = module.forward
+    plain = plain_forward(module)
+    if plain not in region.guarded:  # one function for all blocks of a class, so that a compiler meets it once
+        region.guarded[plain] = _guard(plain, region)
+    module.forward = MethodType(region.guarded[plain], module)
 
-    def guarded(*args: Any, **kwargs: Any) -> Any:
+
+def _guard(plain: Callable[..., Any], region: Region) -> Callable[..., Any]:
+    @wraps(plain)
+    def guarded(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         try:
             if not module.training:
-                return forward(*args, **kwargs)
+                return plain(module, *args, **kwargs)
             with _Dropouts(region):
-                return forward(*args, **kwargs)
+                return plain(module, *args, **kwargs)
         finally:
             region.leave()
 
-    module.forward = guarded
+    return guarded
 
 
 def draws(module: nn.Module) -> bool:

@@ -8,27 +8,23 @@ the sums alone.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import wraps
+from types import MethodType
 from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from instep.errors import UsageError
-from instep.train.techniques.blocks import find_blocks
+from instep.train.techniques.blocks import find_blocks, plain_forward
 from instep.train.techniques.tensor.attention import Heads
+from instep.train.techniques.tensor.known import is_of_transformers
+from instep.train.techniques.tensor.moves import bring_together, gather, take_part
 from instep.train.techniques.tensor.plan import Plan
 from instep.train.techniques.tensor.regions import Region, guard_region
-from instep.train.techniques.tensor.styles import (
-    Columns,
-    OnShares,
-    Rows,
-    Whole,
-    bring_together,
-    gather_along,
-    take_stretch,
-)
+from instep.train.techniques.tensor.styles import Columns, OnShares, Rows, Whole
 
-Forward = Callable[..., Any]
+MEMORY = "multihead_attn"  # of nn.TransformerDecoderLayer: its keys and values are the encoder's outputs
 
 
 def find_stacks(model: nn.Module, plan: Plan) -> list[list[str]]:
@@ -51,10 +47,6 @@ def plan_sequence(model: nn.Module, plan: Plan, stacks: list[list[str]]) -> None
     """Adds to the plan what lies between the split layers of each block. Raises UsageError for what is not known."""
     for name in (name for stack in stacks for name in stack):
         block = model.get_submodule(name)
-        if isinstance(block, nn.TransformerDecoderLayer):
-            raise UsageError(
-                f"sequence=True does not reach {name}, a TransformerDecoderLayer, whose memory is whole. Leave sequence out."
-            )
         dim = sequence_dim(block)
         for key, module in block.named_modules():
             full = f"{name}.{key}".rstrip(".")
@@ -66,6 +58,8 @@ def plan_sequence(model: nn.Module, plan: Plan, stacks: list[list[str]]) -> None
                 )
             if isinstance(style, (Rows, Heads)) or (isinstance(style, Columns) and "." not in key):
                 style.sequence_dim = dim
+                if isinstance(style, Heads):
+                    style.memory_is_whole = key == MEMORY and isinstance(block, nn.TransformerDecoderLayer)
             elif isinstance(style, Whole) or (style is None and _is_norm(module)):
                 plan[full] = OnShares()
             elif style is None and _holds_parameters(module) and not _is_inside(full, plan):
@@ -107,40 +101,72 @@ def spread_sequences(
                     _bring_input_together(model.get_submodule(owner), mesh, sequence_dim(block), region)
             if name not in owners:
                 guard_region(block, region)
-            _run_on_stretch(block, mesh, region, is_first=i == 0, is_last=i == len(stack) - 1)
+            _run_on_stretch(block, name, mesh, region, (i == 0, i == len(stack) - 1))
 
 
-def _bring_input_together(module: Any, mesh: DeviceMesh, dim: int, region: Region) -> None:
+def _bring_input_together(module: nn.Module, mesh: DeviceMesh, dim: int, region: Region) -> None:
     """What the module gets is whole; its split layers take it as it is, and backward leaves each rank its stretch."""
-    forward: Forward = module.forward
 
-    def on_whole(*args: Any, **kwargs: Any) -> Any:
-        key = None if args else next(key for key, value in kwargs.items() if isinstance(value, Tensor))
-        whole = bring_together(args[0] if key is None else kwargs[key], mesh, dim)
+    def bring(x: Tensor) -> Tensor:
+        whole = bring_together(x, mesh, dim)
         region.note_entered(whole)
-        if key is None:
-            return forward(whole, *args[1:], **kwargs)
-        return forward(**{**kwargs, key: whole})
+        return whole
 
-    module.forward = on_whole
+    plain = plain_forward(module)
+
+    @wraps(plain)
+    def on_whole(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        args, kwargs = _with_first(bring, args, kwargs)
+        return plain(self, *args, **kwargs)
+
+    module.forward = MethodType(on_whole, module)
 
 
-def _run_on_stretch(block: Any, mesh: DeviceMesh, region: Region, *, is_first: bool, is_last: bool) -> None:
-    forward: Forward = block.forward
+def _run_on_stretch(block: nn.Module, name: str, mesh: DeviceMesh, region: Region, ends: tuple[bool, bool]) -> None:
+    """ends: whether it is the first of its stack, and the last."""
     dim = sequence_dim(block)
+    plain = plain_forward(block)
 
-    def on_stretch(x: Tensor, *args: Any, **kwargs: Any) -> Any:
-        if is_first:
-            check_length(x.shape[dim], mesh.size())
-            x = take_stretch(x, mesh, dim)
+    def cut(x: Tensor) -> Tensor:
+        check_length(x.shape[dim], mesh.size())
+        return take_part(x, mesh, dim)
+
+    @wraps(plain)
+    def on_stretch(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if ends[0]:
+            args, kwargs = _with_first(cut, args, kwargs)
         region.stretched_dim = dim
         try:
-            out = forward(x, *args, **kwargs)
+            out = plain(self, *args, **kwargs)
         finally:
             region.stretched_dim = None
-        return gather_along(out, mesh, dim) if is_last else out
+        rest: tuple[Any, ...] | None = None
+        if not isinstance(out, Tensor):
+            out, rest = _first_of(out, name, self)
+        out = gather(out, mesh, dim) if ends[1] else out
+        return out if rest is None else (out, *rest)
 
-    block.forward = on_stretch
+    block.forward = MethodType(on_stretch, block)
+
+
+def _with_first(
+    change: Callable[[Tensor], Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments with another first tensor: the activation, which what comes after it (masks, tables) accompanies."""
+    if args:
+        return (change(args[0]), *args[1:]), kwargs
+    key = "hidden_states" if "hidden_states" in kwargs else next(k for k, v in kwargs.items() if isinstance(v, Tensor))
+    return args, {**kwargs, key: change(kwargs[key])}
+
+
+def _first_of(out: Any, name: str, block: nn.Module) -> tuple[Tensor, tuple[Any, ...]]:
+    """In transformers a block's output comes before what belongs to its attention, which saw the whole sequence."""
+    if isinstance(out, tuple) and out and isinstance(out[0], Tensor) and is_of_transformers(block):
+        return out[0], out[1:]
+    raise UsageError(
+        f"sequence=True needs blocks that hand on one tensor, and {name}, a {type(block).__name__}, returned a "
+        f"{type(out).__name__}, of which it is not known what lies in stretches. Leave sequence out."
+    )
 
 
 def check_length(length: int, degree: int) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import nn
@@ -15,11 +15,12 @@ from instep.records.parallel import Parallel
 from instep.train.arguments import Arguments
 from instep.train.reduce.local_part import is_cut
 from instep.train.techniques.tensor.attention import Heads
-from instep.train.techniques.tensor.plan import Plan, declared_plan, find_plan
+from instep.train.techniques.tensor.plan import Plan, declared_plans, find_plan, says_all
 from instep.train.techniques.tensor.regions import Region, guard_region
 from instep.train.techniques.tensor.sequence import find_stacks, plan_sequence, spread_sequences
 from instep.train.techniques.tensor.styles import (
     Columns,
+    Features,
     Rows,
     Split,
     Vocabulary,
@@ -41,14 +42,13 @@ def split_layers(model: nn.Module, mesh: DeviceMesh, parallel: Parallel, say: Ca
     Raises UsageError, before anything is changed, for layers and heads that cannot be divided.
     """
     degree = mesh.size()
-    plan = find_plan(model, parallel.plan, degree)
+    ties = find_ties(model)
+    plan = settle_ties(model, find_plan(model, parallel.plan, degree), ties, parallel.plan, degree)
     owners = split_owners(model, plan)
     for name, style in plan.items():
         check_divides(name, model.get_submodule(name), style, degree)
     for name in owners:
         check_heads(name, model.get_submodule(name), plan, degree)
-    ties = find_ties(model)
-    settle_ties(model, plan, ties, is_given=parallel.plan is not None)
     stacks = find_stacks(model, plan) if parallel.sequence else []
     plan_sequence(model, plan, stacks)
     if parallel.split_loss:
@@ -64,16 +64,12 @@ def split_layers(model: nn.Module, mesh: DeviceMesh, parallel: Parallel, say: Ca
     spread_sequences(model, stacks, owners, mesh, region)
     tie_again(ties)
     leave_fast_paths(model)
-    say(describe(model, plan, degree, was_recognised=parallel.plan is None and not declared_plan(model)))
+    is_given = parallel.plan is not None and says_all(parallel.plan)
+    say(describe(model, plan, degree, was_recognised=not is_given and not declared_plans(model)))
 
 
-def check_splittable(arguments: Arguments, *, compiled: bool) -> None:
-    """Raises UsageError for arguments of Run that the tensor axis cannot keep. compiled: blocks would be."""
-    if compiled:
-        raise UsageError(
-            "compile=True does not go with tensor= yet: sums over ranks lie inside the blocks that would be compiled. Leave one of "
-            "them out."
-        )
+def check_splittable(arguments: Arguments) -> None:
+    """Raises UsageError for arguments of Run that the tensor axis cannot keep."""
     if arguments.exact:
         raise UsageError(
             "exact=True adds gradients in an order of its own and goes with 'ddp' and 'zero1' only. Leave one of them out."
@@ -121,6 +117,8 @@ def check_divides(name: str, layer: nn.Module, style: ParallelStyle, degree: int
         _check_size(name, "inputs", num_inputs(layer), degree)
     elif isinstance(style, Vocabulary):
         _check_size(name, "rows", getattr(layer, "num_embeddings", 0), degree)
+    elif isinstance(style, Features):
+        _check_size(name, "columns", getattr(layer, "embedding_dim", 0), degree)
 
 
 def _check_size(name: str, what: str, size: int, degree: int) -> None:
@@ -133,11 +131,15 @@ def _check_size(name: str, what: str, size: int, degree: int) -> None:
 
 def check_heads(name: str, module: nn.Module, plan: Plan, degree: int) -> None:
     """Attention heads are never cut in two."""
+    width = next((found for name in HEAD_WIDTHS if isinstance(found := getattr(module, name, None), int)), None)
     for attribute in HEAD_COUNTS:
         count = getattr(module, attribute, None)
+        if (
+            count is None and width is not None
+        ):  # where queries, keys and values lie together, their layer tells nothing
+            count = getattr(getattr(module, "config", None), attribute, None)
         if isinstance(count, int) and not isinstance(count, bool):
             _check_count(name, attribute, count, degree)
-    width = next((found for name in HEAD_WIDTHS if isinstance(found := getattr(module, name, None), int)), None)
     for child, layer in module.named_children():
         style = plan.get(f"{name}.{child}")
         if isinstance(width, int) and isinstance(style, Columns) and num_outputs(layer) % (style.parts * width) == 0:
@@ -176,28 +178,33 @@ def find_ties(model: nn.Module) -> Ties:
     return [found for found in owners.values() if len(found) > 1]
 
 
-def settle_ties(model: nn.Module, plan: Plan, ties: Ties, *, is_given: bool) -> None:
-    """Layers that share a weight stay whole, unless all of them cut it in the same way.
+def settle_ties(model: nn.Module, plan: Plan, ties: Ties, given: Mapping[str, Any] | None, degree: int) -> Plan:
+    """The plan in which layers that share a weight stay whole, unless all of them cut it in the same way.
 
-    is_given: the plan is the user's; then it is an error. Raises UsageError.
+    given: the user's plan; where it parts them, that is an error. Raises UsageError.
     """
     names = {id(module): name for name, module in model.named_modules()}
-    for tie in ties:
-        shared = [names[id(module)] for module, _ in tie]
-        if len({_cut(plan.get(name)) for name in shared}) == 1:
-            continue
-        if is_given:
+    whole = dict(given or {})
+    while parted := [shared for tie in ties if _is_parted(shared := [names[id(module)] for module, _ in tie], plan)]:
+        if given is not None and says_all(given):
             raise UsageError(
-                f"{' and '.join(shared)} share one weight, and Parallel(plan=...) splits it in different ways: "
-                f"{', '.join(repr(plan.get(name, 'whole')) for name in shared)}. Split all of them by the same dim, as "
+                f"{' and '.join(parted[0])} share one weight, and Parallel(plan=...) splits it in different ways: "
+                f"{', '.join(repr(plan.get(name, 'whole')) for name in parted[0])}. Split all of them by the same dim, as "
                 "'embedding_rowwise' and 'colwise_gather_output', or none."
             )
-        for name in shared:
-            plan.pop(name, None)
+        whole.update(dict.fromkeys(filter(None, parted[0]), "whole"))
+        plan = find_plan(model, whole, degree)  # with their partners; and the next tie may have been parted by this one
+    return plan
+
+
+def _is_parted(shared: list[str], plan: Plan) -> bool:
+    return len({_cut(plan.get(name)) for name in shared}) > 1
 
 
 def _cut(style: Any) -> str:
-    return "whole" if style is None else str(style.weight) if isinstance(style, Split) else repr(style)
+    if style is None or isinstance(style, Whole):
+        return "whole"
+    return str(style.weight) if isinstance(style, Split) else repr(style)
 
 
 def tie_again(ties: Ties) -> None:

@@ -6,85 +6,29 @@ whole ones outside of a split pair of layers, shares between the two.
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable
 from functools import partial
+from types import MethodType
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import Partial, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from instep.errors import UsageError
 from instep.train.absent import is_absent
+from instep.train.techniques.blocks import plain_forward
+from instep.train.techniques.tensor.moves import (
+    add_up,
+    as_shares,
+    enter,
+    gather,
+    leave_stretch,
+    take_part,
+)
 from instep.train.techniques.tensor.regions import Region
-
-
-def enter(x: Tensor, mesh: DeviceMesh, sequence_dim: int | None = None) -> Tensor:
-    """A whole activation comes to where each rank does its share; backward adds the ranks' gradients up.
-
-    sequence_dim: where it comes in stretches along that dim.
-
-    Raises UsageError for the output of a layer that was taken for the model's last one.
-    """
-    if isinstance(x, DTensor):
-        raise UsageError(
-            f"a layer got a DTensor of shape {tuple(x.shape)}, whose parts split_loss leaves on their ranks for cross_entropy, so "
-            "another layer is the model's last one. Name it: Parallel(split_loss='head')."
-        )
-    if sequence_dim is not None:
-        return bring_together(x, mesh, sequence_dim)
-    return DTensor.from_local(x, mesh, [Replicate()], run_check=False).to_local(grad_placements=[Partial()])
-
-
-def add_up(x: Tensor, mesh: DeviceMesh) -> Tensor:
-    """The sum of the ranks' contributions, whole on each."""
-    return _whole(x, mesh, Partial())
-
-
-def gather(x: Tensor, mesh: DeviceMesh) -> Tensor:
-    """Shares of the last dim one after another, whole on each rank."""
-    return _whole(x, mesh, Shard(x.dim() - 1))
-
-
-def take_stretch(x: Tensor, mesh: DeviceMesh, dim: int) -> Tensor:
-    """This rank's stretch of a whole activation."""
-    return DTensor.from_local(x, mesh, [Replicate()], run_check=False).redistribute(placements=[Shard(dim)]).to_local()
-
-
-def gather_along(x: Tensor, mesh: DeviceMesh, dim: int) -> Tensor:
-    """Stretches one after another, whole on each rank, to go on alike on all of them."""
-    return _whole(x, mesh, Shard(dim))
-
-
-def bring_together(x: Tensor, mesh: DeviceMesh, dim: int) -> Tensor:
-    """Stretches come to where each rank does its share of the whole; backward adds up and leaves each its stretch."""
-    whole = DTensor.from_local(x, mesh, [Shard(dim)], run_check=False).redistribute(placements=[Replicate()])
-    return whole.to_local(grad_placements=[Partial()])
-
-
-def leave_stretch(x: Tensor, mesh: DeviceMesh, dim: int) -> Tensor:
-    """Of the sum of the ranks' contributions, this rank's stretch."""
-    return DTensor.from_local(x, mesh, [Partial()], run_check=False).redistribute(placements=[Shard(dim)]).to_local()
-
-
-def as_shares(x: Tensor, mesh: DeviceMesh) -> Tensor:
-    """Shares of the last dim as one DTensor."""
-    return DTensor.from_local(x, mesh, [Shard(x.dim() - 1)], run_check=False)
-
-
-def _whole(x: Tensor, mesh: DeviceMesh, placement: Placement) -> Tensor:
-    whole = DTensor.from_local(x, mesh, [placement], run_check=False).redistribute(placements=[Replicate()]).to_local()
-    # The same numbers, which nobody else holds, but no view to autograd: FSDP2 warns of views that a model returns.
-    return torch.ops.aten._unsafe_view.default(whole, whole.shape)
-
-
-def take_share(x: Tensor, mesh: DeviceMesh) -> Tensor:
-    """This rank's share of the last dim of a whole activation."""
-    share = [Shard(x.dim() - 1)]
-    return DTensor.from_local(x, mesh, [Replicate()], run_check=False).redistribute(placements=share).to_local()
 
 
 def place(module: nn.Module, name: str, mesh: DeviceMesh, placement: Placement) -> None:
@@ -133,11 +77,34 @@ def _weight(layer: nn.Module) -> Tensor:
 
 
 class Split(ParallelStyle):
-    """A style of this module. weight: how the layer's weight is cut; region: set before use."""
+    """A style of this module. weight: how the layer's weight is cut; region: set before use; mesh: set by use."""
 
     region: Region
+    mesh: DeviceMesh
     weight: Placement = Replicate()
     sequence_dim: int | None = None  # of the activations around, where these are stretches of sequences
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        self.mesh = device_mesh
+        self.place(module)
+
+        def forward(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            return self.run(layer, *args, **kwargs)
+
+        module.forward = MethodType(forward, module)  # bound, so that a copy of the layer runs on its own weights
+        return module
+
+    @abstractmethod
+    def place(self, module: nn.Module) -> None:
+        """Cuts the layer's parameters."""
+
+    @abstractmethod
+    def run(self, layer: Any, *args: Any, **kwargs: Any) -> Any:
+        """The layer's forward."""
+
+    def _place_all(self, module: nn.Module, placements: dict[str, Placement]) -> None:
+        for name, placement in placements.items():
+            place(module, name, self.mesh, placement)
 
 
 class Columns(Split):
@@ -149,23 +116,20 @@ class Columns(Split):
         self.parts, self.gathered, self.spread = parts, gathered, False
         self.weight = Shard(0)
 
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        dim = 1 if is_transposed(module) else 0
-        place(module, "weight", device_mesh, Shard(dim))
-        place(module, "bias", device_mesh, Shard(0))
+    def place(self, module: nn.Module) -> None:
+        self._place_all(module, {"weight": Shard(1 if is_transposed(module) else 0), "bias": Shard(0)})
 
-        def forward(input: Tensor) -> Tensor:
-            weight = own_share(module.weight, dim, self.parts, device_mesh)
-            bias = None if module.bias is None else own_share(module.bias, 0, self.parts, device_mesh)
-            if self.gathered:
-                out = F.linear(enter(input, device_mesh), weight.T if dim else weight, bias)
-                return as_shares(out, device_mesh) if self.spread else gather(out, device_mesh)
-            entered = self.region.enter_once(input, lambda x: enter(x, device_mesh, self.sequence_dim))
-            self.region.inside = True
-            return F.linear(entered, weight.T if dim else weight, bias)
-
-        module.forward = forward
-        return module
+    def run(self, layer: Any, input: Tensor) -> Tensor:
+        dim = 1 if is_transposed(layer) else 0
+        weight = own_share(layer.weight, dim, self.parts, self.mesh)
+        weight = weight.T if dim else weight
+        bias = None if layer.bias is None else own_share(layer.bias, 0, self.parts, self.mesh)
+        if self.gathered:
+            out = F.linear(enter(input, self.mesh), weight, bias)
+            return as_shares(out, self.mesh) if self.spread else gather(out, self.mesh, -1)
+        entered = self.region.enter_once(input, lambda x: enter(x, self.mesh, self.sequence_dim))
+        self.region.inside = True
+        return F.linear(entered, weight, bias)
 
     def __repr__(self) -> str:
         return f"Columns(parts={self.parts}, gathered={self.gathered})"
@@ -179,25 +143,19 @@ class Rows(Split):
         self.whole_input = whole_input
         self.weight = Shard(1)
 
-    def _apply(self, module: Any, device_mesh: DeviceMesh) -> nn.Module:
-        dim = 0 if is_transposed(module) else 1
-        place(module, "weight", device_mesh, Shard(dim))
-        place(module, "bias", device_mesh, Replicate())
+    def place(self, module: nn.Module) -> None:
+        self._place_all(module, {"weight": Shard(0 if is_transposed(module) else 1), "bias": Replicate()})
 
-        def forward(input: Tensor) -> Tensor:
-            self.region.leave()
-            share = take_share(input, device_mesh) if self.whole_input else input
-            weight: Any = module.weight
-            local = weight.to_local()
-            out, bias = F.linear(share, local if dim else local.T), module.bias
-            if self.sequence_dim is None:
-                out, placements = add_up(out, device_mesh), None
-            else:
-                out, placements = leave_stretch(out, device_mesh, self.sequence_dim), [Partial()]
-            return out if bias is None else out + bias.to_local(grad_placements=placements).to(out.dtype)
-
-        module.forward = forward
-        return module
+    def run(self, layer: Any, input: Tensor) -> Tensor:
+        self.region.leave()
+        share = take_part(input, self.mesh, -1) if self.whole_input else input
+        local = layer.weight.to_local()
+        out = F.linear(share, local.T if is_transposed(layer) else local)
+        if self.sequence_dim is None:
+            out, placements = add_up(out, self.mesh), None
+        else:
+            out, placements = leave_stretch(out, self.mesh, self.sequence_dim), [Partial()]
+        return out if layer.bias is None else out + layer.bias.to_local(grad_placements=placements).to(out.dtype)
 
     def __repr__(self) -> str:
         return f"Rows(whole_input={self.whole_input})"
@@ -210,52 +168,61 @@ class Vocabulary(Split):
         super().__init__()
         self.weight = Shard(0)
 
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        place(module, "weight", device_mesh, Shard(0))
-        table: Any = module
-        count = table.num_embeddings // device_mesh.size()
-        first = device_mesh.get_local_rank() * count
-        padding = table.padding_idx
+    def place(self, module: nn.Module) -> None:
+        self._place_all(module, {"weight": Shard(0)})
+
+    def run(self, layer: Any, input: Tensor) -> Tensor:
+        count = layer.num_embeddings // self.mesh.size()
+        first = self.mesh.get_local_rank() * count
+        padding = layer.padding_idx
         own_padding = padding - first if padding is not None and first <= padding < first + count else None
-
-        def forward(input: Tensor) -> Tensor:
-            tokens = input - first
-            elsewhere = (tokens < 0) | (tokens >= count)
-            rows = F.embedding(tokens.masked_fill(elsewhere, 0), table.weight.to_local(), own_padding)
-            return add_up(rows.masked_fill(elsewhere[..., None], 0), device_mesh)
-
-        module.forward = forward
-        return module
+        tokens = input - first
+        elsewhere = (tokens < 0) | (tokens >= count)
+        rows = F.embedding(tokens.masked_fill(elsewhere, 0), layer.weight.to_local(), own_padding)
+        return add_up(rows.masked_fill(elsewhere[..., None], 0), self.mesh)
 
     def __repr__(self) -> str:
         return "Vocabulary()"
 
 
+class Features(Split):
+    """An embedding by its columns, such as a number per head: each rank looks up its share of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = Shard(1)
+
+    def place(self, module: nn.Module) -> None:
+        self._place_all(module, {"weight": Shard(1)})
+
+    def run(self, layer: Any, input: Tensor) -> Tensor:
+        return F.embedding(input, layer.weight.to_local(), layer.padding_idx)
+
+    def __repr__(self) -> str:
+        return "Features()"
+
+
 class OnShares(Split):
     """A layer with the same parameters on all ranks, each of which applies it to its share, as a norm per head."""
 
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        names = [name for name, _ in module.named_parameters(recurse=False)]
-        for name in names:
-            place(module, name, device_mesh, Replicate())
-        plain = module.forward
+    def place(self, module: nn.Module) -> None:
+        self._names = [name for name, _ in module.named_parameters(recurse=False)]
+        self._plain = plain_forward(module)
+        self._place_all(module, dict.fromkeys(self._names, Replicate()))
 
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            own: dict[str, Any] = {name: module._parameters[name] for name in names}
-            module._parameters.update({n: p.to_local(grad_placements=[Partial()]) for n, p in own.items()})
-            try:
-                return plain(*args, **kwargs)
-            finally:
-                module._parameters.update(own)
-
-        module.forward = forward
-        return module
+    def run(self, layer: Any, *args: Any, **kwargs: Any) -> Any:
+        own: dict[str, Any] = {name: layer._parameters[name] for name in self._names}
+        layer._parameters.update({n: p.to_local(grad_placements=[Partial()]) for n, p in own.items()})
+        try:
+            return self._plain(layer, *args, **kwargs)
+        finally:
+            layer._parameters.update(own)
 
     def __repr__(self) -> str:
         return "OnShares()"
 
 
-class Whole(Split):
+class Whole(ParallelStyle):
     """A layer that stays as it is, on every rank."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -265,7 +232,7 @@ class Whole(Split):
         return "Whole()"
 
 
-BY_NAME: dict[str, Callable[[], Split]] = {  # as transformers calls them in a model's tp_plan
+BY_NAME: dict[str, Callable[[], ParallelStyle]] = {  # as transformers calls them in a model's tp_plan
     "colwise": Columns,
     "colwise_gather_output": partial(Columns, gathered=True),
     "colwise_rep": partial(Columns, gathered=True),
