@@ -232,6 +232,7 @@ class Watch:
     def send_signal(self, number: int) -> None:
         assert self.group.stop is not None
         self.group.stop.sent.append(number)
+        _signal_group(self.zygote.pid, signal.SIGCONT)  # one that somebody has stopped could not tell of the ranks' end
         for rank in self.group.living:
             if rank.pid is not None:
                 _signal_group(rank.pid, number)

@@ -63,15 +63,22 @@ def enter(job: Job) -> None:
         _install_probe(job)
     if job.profile is not None:
         record_steps(job.profile[0], job.profile[1], RankDir(Path(job.rank_dir)).trace)
+    rank = os.getpid()
     try:
         run_program(job.program)
     except SystemExit as error:
+        if os.getpid() != rank:
+            raise
         _tell_exit(job, error)
         if job.watch:
             _note_exit(error)
         raise
     except BaseException as error:
         _forget_our_frames(error)
+        if os.getpid() != rank:  # in a child that the program has forked: its end is not the rank's
+            sys.excepthook(type(error), error, error.__traceback__)
+            sys.excepthook = lambda *_: None
+            raise
         _tell(job, error)
         if job.watch:
             _note_uncaught(error)

@@ -151,6 +151,7 @@ def test_small_gradients_that_take_most_of_a_step_are_latency() -> None:
         (((1, 9, 0.0098), (2, 300, 0.0100)), {"total": 4.0}),  # a short run
         (((1, 3, 0.0098), (2, 300, 0.0100)), {}),  # seen three times only
         (((1, 9, 0.0098), (2, 300, 0.0100)), {"data": 5.0}),  # it waits for batches
+        (((2, 300, 0.0100),), {"backward": 7.0, "delayed": 3.0}),  # the machine is busy with other things
     ],
 )
 def test_says_nothing_where_samples_count_or_little_is_known(rows: Any, seconds: dict[str, float]) -> None:

@@ -70,6 +70,7 @@ def check(run: RunView) -> Iterator[Finding]:
         certainty="likely" if waits.count >= MANY else "possible",
         ranks=() if len(found) == len(run.ranks) else tuple(one.rank for one, _ in found),
         where=first.site,
+        explains=("speed/rest-of-loop", "speed/input-bound"),
     )
 
 

@@ -37,6 +37,7 @@ MIN_FIXED = 0.7  # of a step
 MIN_SECONDS = 5.0  # of fixed cost in all: less is not worth a word
 MIN_STEPS_OF_A_SIZE = 5
 MIN_SIZE_RATIO = 1.5  # between the numbers of samples that are compared
+MAX_DELAYED = 0.1  # of the time, without a core
 MAX_WAITED, MAX_DATA = (
     0.05,
     0.3,
@@ -101,6 +102,8 @@ def _on_host(run: RunView, view: RankView) -> FixedCost | None:
     models = list(wraps(view).values())
     if shares is None or rows is None or rows > MAX_ROWS or len(models) > 1 or shares.data > MAX_DATA:
         return None
+    if shares.delayed_seconds > MAX_DELAYED * shares.total_seconds:
+        return None  # on a machine that is busy with other things waits for other ranks are waits for a core
     latency = shares.communication if models and run.world_size > 1 else 0.0
     if models and latency >= communication_bound.MIN_SHARE and models[0]["bytes"] >= communication_bound.MIN_BYTES:
         return None  # it is the bytes, which another finding speaks of
