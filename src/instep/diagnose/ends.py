@@ -3,13 +3,49 @@
 from __future__ import annotations
 
 import ast
+from dataclasses import dataclass
 
 from instep.diagnose.branches import conditions_of, find_handler, likeliest, ways_out
 from instep.diagnose.frames import Frame
 from instep.diagnose.naming import short
-from instep.diagnose.rank_view import RankView
+from instep.diagnose.rank_view import ECHO, RankView
+from instep.diagnose.run_view import RunView
 from instep.diagnose.source import load
+from instep.records.event import Event
 from instep.records.finding import CallSite
+
+
+@dataclass(frozen=True)
+class BrokenOff:
+    """A rank that got an error about a closed connection. frames: where it was, innermost first; when: by the wall clock."""
+
+    view: RankView
+    message: str
+    frames: tuple[Frame, ...]
+    when: float
+
+
+def find_broken_off(run: RunView) -> list[BrokenOff]:
+    """Ranks that failed so; where none did, those that got such an error last and did nothing more, as where the script
+    catches all errors and ends well."""
+    failed = [view for view in run.ranks if view.failure is not None and view.echoes]
+    if failed or any(view.failure is not None for view in run.ranks):
+        told = [(view, (view.failure or {}).get("error") or {}) for view in failed]
+        return [
+            BrokenOff(one, (one.error or {})["message"], one.main_frames, error.get("time", 0.0)) for one, error in told
+        ]
+    found = [(view, view.last("raised")) for view in run.ranks if view.page is not None]
+    return [
+        BrokenOff(view, event["message"], _frame_at(view, event), view.page.by_wall_clock(event.time))  # type: ignore[union-attr]
+        for view, event in found
+        if event is not None and ECHO.search(event["message"]) and view.num_steps == event.step
+    ]
+
+
+def _frame_at(view: RankView, event: Event) -> tuple[Frame, ...]:
+    """The line of the call that the error came out of; who called it was not noted."""
+    site = view.site(event["site"])
+    return (Frame(site.file, site.line, ""),) if site is not None else ()
 
 
 def exit_site(view: RankView) -> CallSite | None:
@@ -70,4 +106,10 @@ def _left_loop(frames: tuple[Frame, ...]) -> tuple[CallSite | None, int]:
         handler = find_handler(source, frame.line, 0)
         if handler is not None:
             return handler, 1
-    return None, 0
+    return (_caught_further_out(frames), 0)
+
+
+def _caught_further_out(frames: tuple[Frame, ...]) -> CallSite | None:
+    """An `except` around the whole of it, behind which the program ends in good order."""
+    source = load(frames[-1].file) if frames else None
+    return find_handler(source, frames[-1].line) if source is not None else None

@@ -22,6 +22,17 @@ Check = Callable[[RunView], Iterable[Finding]]
 
 _CERTAINTY = {"certain": 0, "likely": 1, "possible": 2}
 _STOPS_RUNS = ("numbers/silent-pairing",)  # ends in a hang sooner or later, so it comes before the rest of its family
+# Of an end that is none of the program's own.
+_REASONS = (
+    "startup",
+    "crash",
+    "hang",
+    "memory/out-of-memory",
+    "memory/killed",
+    *_STOPS_RUNS,
+    "numbers/forward-past-wrapper",
+)
+_AFTER_THE_END = ("hang/process-does-not-end", "hang/backend-does-not-end")  # all work had been done before
 _FAMILIES = ("startup", "crash", "hang", "nonfinite", "numbers", "memory", "storage", "speed")
 
 
@@ -53,7 +64,8 @@ def name_hosts(finding: Finding, run: RunView) -> Finding:
 
 def judge(run: RunView, checks: dict[str, Check] | None = None) -> list[Finding]:
     found = [finding for name, check in (checks or find_rules()).items() for finding in _ask(name, check, run)]
-    return order(fold(found))
+    broke_off = run.stall is not None or any(view.failure is not None for view in run.ranks)
+    return order(fold(found), broke_off)
 
 
 def _ask(name: str, check: Check, run: RunView) -> Iterator[Finding]:
@@ -83,11 +95,14 @@ def _with_named(finding: Finding, all_findings: list[Finding]) -> Finding:
     return replace(finding, explains=tuple(sorted(named)))
 
 
-def order(findings: Iterable[Finding]) -> list[Finding]:
-    def key(finding: Finding) -> tuple[int, int, str]:
+def order(findings: Iterable[Finding], broke_off: bool = False) -> list[Finding]:
+    """The most certain first; of a run that broke off or stands still what may be the reason for that before all else."""
+
+    def key(finding: Finding) -> tuple[bool, int, int, str]:
         family = finding.id.partition("/")[0]
         place = _FAMILIES.index(family) if family in _FAMILIES else len(_FAMILIES)
-        return _CERTAINTY[finding.certainty], -1 if finding.id in _STOPS_RUNS else place, finding.id
+        is_reason = broke_off and (family in _REASONS or finding.id in _REASONS) and finding.id not in _AFTER_THE_END
+        return not is_reason, _CERTAINTY[finding.certainty], -1 if finding.id in _STOPS_RUNS else place, finding.id
 
     return sorted(findings, key=key)
 

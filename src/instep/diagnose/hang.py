@@ -43,7 +43,10 @@ def classify(run: RunView) -> Hang | None:
     if run.stall is None or not run.positions or any(view.uncaught is not None for view in run.ranks):
         return None
     seen = {*run.stall["waiting"], *run.stall["outside"]}
-    is_waiting = {one.rank: one.waits or one.rank in run.stall["waiting"] for one in run.positions}
+    is_waiting = {
+        one.rank: one.waits or one.rank in run.stall["waiting"] or run.by_rank[one.rank].is_in_distributed
+        for one in run.positions
+    }
     waiting = tuple(one for one in run.positions if one.rank in seen and is_waiting[one.rank])
     outside = tuple(one for one in run.positions if one.rank in seen and not is_waiting[one.rank])
     base = Hang("", waiting, outside, run.stall["proven"], run.stall.get("timed_out", False))

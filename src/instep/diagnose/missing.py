@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from dataclasses import replace
 
 from instep.diagnose.branches import conditions_of, find_handler, rank_condition
 from instep.diagnose.data_facts import find_skipped_batches
@@ -17,6 +18,21 @@ from instep.diagnose.source import Function, Source, load
 from instep.records.finding import CallSite
 
 _GROWS = ("append", "extend", "add", "update", "setdefault", "insert")
+
+
+def with_odd_rank(run: RunView, mispairing: Mispairing) -> Mispairing:
+    """Where no habit tells which rank is the odd one: the one whose line stands where only some ranks come."""
+    if mispairing.odd is not None or mispairing.differs:
+        return mispairing
+    views = [run.by_rank[slot.rank] for slot in mispairing.slots]
+    there = [
+        slot
+        for slot, view in zip(mispairing.slots, views)
+        if slot.site is not None and find_rank_condition_of_callers(view, slot.site) is not None
+    ]
+    if len(there) != 1:
+        return mispairing
+    return replace(mispairing, odd=there[0].rank, got=(there[0].operation, there[0].site))
 
 
 def explain_missing(run: RunView, mispairing: Mispairing) -> tuple[CallSite | None, str]:

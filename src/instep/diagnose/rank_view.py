@@ -33,6 +33,8 @@ ECHO = re.compile(
     re.IGNORECASE,
 )
 
+_DISTRIBUTED = ("/torch/nn/parallel/distributed.py", "/torch/distributed/")
+
 
 @dataclass(frozen=True)
 class Position:
@@ -194,6 +196,13 @@ class RankView:
             if thread["main"] and thread["frames"]:
                 return frame_of(thread["frames"][0])
         return self.signalled_stack[0] if self.signalled_stack else None
+
+    @property
+    def is_in_distributed(self) -> bool:
+        """Whether torch's own code for several processes is innermost, where it calls collectives of C++ that nothing else
+        shows: making a wrapped model does so."""
+        inner = self.innermost
+        return inner is not None and any(part in inner.file for part in _DISTRIBUTED)
 
     @cached_property
     def signalled_stack(self) -> tuple[Frame, ...]:

@@ -33,6 +33,15 @@ def test_the_most_certain_comes_first_and_what_ended_the_run_before_the_rest() -
     assert [one.id for one in order(found)] == ["crash/d", "numbers/c", "speed/a", "hang/b"]
 
 
+def test_of_a_run_that_broke_off_the_reason_comes_before_what_is_more_certain() -> None:
+    found = [finding("numbers/same-order"), finding("hang/b", "likely"), finding("numbers/silent-pairing", "likely")]
+    assert [one.id for one in order(found, broke_off=True)] == [
+        "numbers/silent-pairing",
+        "hang/b",
+        "numbers/same-order",
+    ]
+
+
 def test_a_rule_that_fails_does_not_silence_the_others(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def fails(run: RunView) -> Iterator[Finding]:
         yield finding("hang/lost")

@@ -16,10 +16,9 @@ When a network broke off after the first rank had ended.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 from instep.diagnose.data_facts import find_uneven_lap, made_uneven_at
-from instep.diagnose.ends import deciding_exit, describe_end, exit_site, find_way_out
+from instep.diagnose.ends import BrokenOff, deciding_exit, describe_end, exit_site, find_broken_off, find_way_out
 from instep.diagnose.naming import short
 from instep.diagnose.rank_view import RankView
 from instep.diagnose.rules.hang.uneven_batches import cite_counts, describe_counts
@@ -29,15 +28,16 @@ from instep.records.finding import CallSite, Finding
 
 
 def check(run: RunView) -> Iterator[Finding]:
-    left = [view for view in run.ranks if view.exit_code == 0 and not view.is_alive]
-    victims = [view for view in run.ranks if view.failure is not None and view.echoes]
-    if not left or not victims or run.stall is not None:
+    broken_off = find_broken_off(run)
+    victims = {one.view.rank for one in broken_off}
+    left = [view for view in run.ranks if view.exit_code == 0 and not view.is_alive and view.rank not in victims]
+    if not left or not broken_off or run.stall is not None:
         return
-    first, victim = left[0], victims[0]
+    first, off = left[0], broken_off[0]
+    victim, frames = off.view, off.frames
     uneven = find_uneven_lap(run)
     called = deciding_exit(first)
     stop = find_stop_request(run) if uneven is None else None
-    frames = victim.main_frames
     known = made_uneven_at(run, uneven) if uneven is not None else stop.where if stop is not None else called
     guess, ways = (None, 0) if uneven is not None or known is not None else find_way_out(first, frames)
     where = known or guess or exit_site(first)
@@ -60,9 +60,9 @@ def check(run: RunView) -> Iterator[Finding]:
             *(cite_counts(run, uneven) if uneven else ()),
             *(stop.cite(run) if stop is not None else ()),
             first.cite(f"rank {first.rank} ended after {first.num_steps} steps, without an error"),
-            victim.cite(f"rank {victim.rank}: {(victim.error or {}).get('message', '')[:120]}", "failure.json"),
+            victim.cite(f"rank {victim.rank}: {off.message[:120]}", "failure.json"),
         ),
-        certainty="certain" if uneven or _ended_first(first, victim) else "likely",
+        certainty="certain" if uneven or _ended_first(first, off) else "likely",
         ranks=tuple(view.rank for view in left),
         where=where or (frames[0].site if frames else None),
         explains=("crash/*", "hang/*", "numbers/ranks-apart"),
@@ -78,12 +78,10 @@ def _advise(where: CallSite | None, ways: int) -> str:
     return f"look at {short(where)}, the only way out of the loop before its end" if ways else f"change {short(where)}"
 
 
-def _ended_first(first: RankView, victim: RankView) -> bool:
+def _ended_first(first: RankView, off: BrokenOff) -> bool:
     """Whether it had begun to end, with code 0, before the other's failure, on one machine: no network is between."""
     notes = [event.time for event in first.events if event.name in ("exit-called", "end", "ended")]
-    error: dict[str, Any] = (victim.failure or {}).get("error") or {}
-    if first.page is None or not error or first.place != victim.place:
+    if first.page is None or not off.when or first.place != off.view.place:
         return False
-    told = float(error["time"])
-    ended = [first.page.by_wall_clock(time) for time in notes] + [float((first.exit or {}).get("ended_at") or told)]
-    return min(ended) < told
+    ended = [first.page.by_wall_clock(time) for time in notes] + [float((first.exit or {}).get("ended_at") or off.when)]
+    return min(ended) < off.when

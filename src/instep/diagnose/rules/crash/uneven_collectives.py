@@ -22,7 +22,7 @@ from collections.abc import Iterator
 
 from instep.diagnose.data_facts import UnevenLap, describe_counts, find_uneven_lap, made_uneven_at
 from instep.diagnose.hang import find_fork
-from instep.diagnose.missing import explain_missing
+from instep.diagnose.missing import explain_missing, with_odd_rank
 from instep.diagnose.naming import short
 from instep.diagnose.pairing import Mispairing, find_mispairing
 from instep.diagnose.rank_view import RankView
@@ -45,6 +45,7 @@ def check(run: RunView) -> Iterator[Finding]:
             "The ranks have different numbers of batches, and met in different places.",
         )
     else:
+        mispairing = with_odd_rank(run, mispairing)
         where, why = explain_missing(run, mispairing)
     yield Finding(
         id="crash/uneven-collectives",
@@ -91,8 +92,9 @@ def _parted(run: RunView) -> Iterator[Finding]:
 
 
 def _has_aborted(view: RankView) -> bool:
-    """As gloo does on a message of another size."""
-    return view.failure is not None and view.failure.get("exit_code") == -signal.SIGABRT and view.error is None
+    """As gloo does on a message of another size, in a thread of its own that has no Python code."""
+    has_aborted = view.failure is not None and view.failure.get("exit_code") == -signal.SIGABRT and view.error is None
+    return has_aborted and "Current thread" not in view.crash_text
 
 
 def _odd_ranks(mispairing: Mispairing, uneven: UnevenLap | None) -> tuple[int, ...]:

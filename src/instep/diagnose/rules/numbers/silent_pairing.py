@@ -20,17 +20,20 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from instep.diagnose.data_facts import find_uneven_lap, made_uneven_at
-from instep.diagnose.missing import explain_missing
+from instep.diagnose.missing import explain_missing, with_odd_rank
 from instep.diagnose.pairing import find_mispairing
 from instep.diagnose.rules.crash.uneven_collectives import cite, describe
 from instep.diagnose.run_view import RunView
 from instep.records.finding import Finding
+
+_INNER = ("for an evaluation on one rank call the inner model: model.module(x), whose forward sends nothing",)
 
 
 def check(run: RunView) -> Iterator[Finding]:
     mispairing = find_mispairing(run)
     if mispairing is None or not mispairing.is_silent or mispairing.sizes_differ:
         return
+    mispairing = with_odd_rank(run, mispairing)
     where, why = explain_missing(run, mispairing)
     uneven = find_uneven_lap(run) if where is None else None
     if uneven is not None:
@@ -41,6 +44,7 @@ def check(run: RunView) -> Iterator[Finding]:
         title=describe(mispairing),
         cause=f"{why} {consequence}".strip(),
         fix=(
+            *(_INNER if any(slot.operation == "buffers" for slot in mispairing.slots) else ()),
             "let every rank take part in every collective; a batch without targets still needs a backward through the model, as (output * 0).sum()",
         ),
         evidence=cite(run, mispairing),
