@@ -63,8 +63,8 @@ def test_the_dearest_stage_is_as_cheap_as_can_be() -> None:
 
 
 def test_a_table_of_embeddings_costs_memory_and_a_head_time_as_well() -> None:
-    model = Model()  # costs: table 400, blocks 140 each, norm 8, head 900
-    assert cut_model(model, 2, None, "pipeline=2").names == ("norm",)
+    model = Model()  # costs: table 100, blocks 83 each, norm 2, head 525
+    assert cut_model(model, 2, None, "pipeline=2").names == ("head",)
     assert cut_model(model, 3, None, "pipeline=3").names == ("body.layers.1", "head")
     named = cut_model(model, 2, ["norm"], "pipeline=2")
     assert named.names == ("norm",)

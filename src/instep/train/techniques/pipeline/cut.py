@@ -18,6 +18,7 @@ from torch import nn
 from instep.errors import UsageError
 
 ALLOWED_MOST = 12  # candidates to show in a message
+MEMORY_WEIGHT = 0.25  # of a parameter's memory beside its work: the slowest stage sets the pace, the fullest one only has to fit
 
 
 @dataclass(frozen=True)
@@ -148,7 +149,8 @@ def _too_few(model: nn.Module, candidates: list[str], num_stages: int, asked: st
 def _costs(model: nn.Module, candidates: Sequence[str]) -> list[float]:
     """Of what stands before the first candidate, and of each candidate with what follows it.
 
-    A matrix counts for the memory it takes and for the time it works; a table of embeddings and a vector for memory only.
+    A matrix counts for the time it works and a little for the memory it takes; a table of embeddings and a vector for memory
+    only.
     """
     stages = stages_of(model, candidates)
     costs = [0.0] * (len(candidates) + 1)
@@ -157,7 +159,7 @@ def _costs(model: nn.Module, candidates: Sequence[str]) -> list[float]:
     for name, parameter in model.named_parameters(remove_duplicate=False):
         works = parameter.dim() > 1 and (id(parameter) not in tables or id(parameter) in seen)
         is_new = id(parameter) not in seen
-        costs[stages[name]] += parameter.numel() * (is_new + works)
+        costs[stages[name]] += parameter.numel() * (MEMORY_WEIGHT * is_new + works)
         seen.add(id(parameter))
     return costs
 

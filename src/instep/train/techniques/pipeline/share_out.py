@@ -103,7 +103,7 @@ def choose_cut(model: nn.Module, share: Share, split: Parallel, num_slots: int) 
     for name, parameter in model.named_parameters():
         counts[share.cuts.stages[name]] += parameter.numel()
     shares = ", ".join(f"{100 * count / sum(counts):.0f} %" for count in counts)
-    reason = f"stages with {shares} of the parameters, as even as can be by memory and estimated work"
+    reason = f"stages with {shares} of the parameters, as even as can be by estimated work and memory"
     if not SCHEDULES[split.schedule].splits_backward:
         busy = busy_share(share.world.size, share.cuts.count // share.world.size, num_slots)
         reason += f"; {num_slots} micro-batches keep a rank busy {100 * busy:.0f} % of the time at most"
