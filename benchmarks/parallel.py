@@ -131,7 +131,7 @@ def main(arguments: list[str] | None = None) -> None:
 
     load, tables = load_before(), []
     for size in args.ranks:
-        for split in args.splits or [name for name, sizes in SPLITS.items() if size in sizes]:
+        for split in args.splits or [name for name, split in SPLITS.items() if size in split.sizes]:
             measured = launch(split, size, "--rounds", args.rounds, "--block-steps", args.block_steps)
             peaks = {name: launch(split, size, "--memory", name) for name in of_split(split, None)[0]}
             tables.append(table(split, size, measured, peaks))

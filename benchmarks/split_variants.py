@@ -4,25 +4,51 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import split_by_hand
 import torch
 from tasks import GPT, Task, token_loss
-from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.utils.data import TensorDataset
-from variants import Losses, adamw, hand_written, ranked_loader
+from variants import Losses, adamw, hand_written
 
-WIDTH, DEPTH, HEADS, LENGTH, SEQUENCES = 640, 10, 10, 64, 2  # 49.6 M parameters; sequences per rank
+WIDTH, DEPTH, HEADS, LENGTH, SEQUENCES = 640, 10, 8, 64, 2  # 49.6 M parameters; sequences per rank
+PLAN = {
+    "blocks.*.qkv": "colwise",
+    "blocks.*.out": "rowwise",
+    "blocks.*.mlp.0": "colwise",
+    "blocks.*.mlp.2": "rowwise",
+    "head": "colwise_gather_output",
+}
+
+
+@dataclass(frozen=True)
+class Split:
+    """parallel: arguments of instep.Parallel, or a short name; sizes: the numbers of ranks that it is measured on; peers:
+    how many ranks take the same samples, all when None."""
+
+    by_hand: Callable[[Task, int, int], Losses]
+    parallel: dict[str, Any] | str
+    sizes: tuple[int, ...] = (2, 4)
+    peers: int | None = 1
+    recompute: str | None = None
+    is_pipeline: bool = False
+    has_traffic: bool = True  # that may go through shared memory
+
+
 SPLITS = {
-    "ddp": (2, 4),
-    "zero2": (2, 4),
-    "zero3": (2, 4),
-    "hybrid": (4,),
-    "zero3, recomputed": (2, 4),
-}  # by name: the numbers of ranks that it is measured on
+    "ddp": Split(partial(hand_written, fused=True), "ddp"),
+    "zero1": Split(split_by_hand.optimizer_shared, "zero1"),
+    "zero2": Split(partial(split_by_hand.sharded, gathered=True), "zero2"),
+    "zero3": Split(split_by_hand.sharded, "zero3"),
+    "zero3, recomputed": Split(partial(split_by_hand.sharded, recomputed=True), "zero3", (2,), recompute="blocks"),
+    "hybrid": Split(partial(split_by_hand.sharded, replicate=2), {"replicate": 2, "shard": None}, (4,)),
+    "tensor": Split(split_by_hand.split_layers, {"tensor": None, "plan": PLAN}, peers=None, has_traffic=False),
+    "shard x tensor": Split(split_by_hand.split_and_sharded, {"shard": None, "tensor": 2, "plan": PLAN}, (4,), peers=2),
+    "pipeline": Split(split_by_hand.in_stages, {"pipeline": None}, peers=None, is_pipeline=True, has_traffic=False),
+}
 
 
 def gpt_50m(size: int) -> Task:
@@ -32,47 +58,23 @@ def gpt_50m(size: int) -> Task:
     return Task("gpt 50 M", build, samples, token_loss, SEQUENCES * size, shuffled=False, learning_rate=3e-4)
 
 
-def sharded_by_hand(task: Task, rank: int, size: int, split: str) -> Losses:
-    """FSDP2 as its tutorial has it, each block a unit, with the fused optimizer that instep chooses as well."""
-    model: Any = task.model()
-    if split == "hybrid":
-        mesh = init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("replicate", "shard"))
-    else:
-        mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("shard",))
-    if split == "zero3, recomputed":
-        for block in model.blocks:
-            recompute(block)
-    for unit in [*model.blocks, model]:
-        fully_shard(unit, mesh=mesh, reshard_after_forward=split != "zero2")
-    optimizer = adamw(model, task, fused=True)
-    loader = ranked_loader(task, rank, size)
-    while True:
-        for inputs, targets in loader:
-            optimizer.zero_grad()
-            loss = task.loss(model(inputs), targets)
-            loss.backward()
-            optimizer.step()
-            yield loss.detach()
-
-
-def recompute(block: nn.Module) -> None:
-    from torch.utils.checkpoint import checkpoint
-
-    plain = block.forward
-    block.forward = lambda *args: checkpoint(plain, *args, use_reentrant=False)  # type: ignore[method-assign]
-
-
 def with_instep(
-    task: Task, rank: int, size: int, split: str, directory: str | None = None, shared_memory: str = "on"
+    task: Task, rank: int, size: int, split: Split, directory: str | None = None, shared_memory: str = "on"
 ) -> Losses:
     """As everyone gets it: progress, metrics and the check for finite gradients are on."""
     import instep
 
-    parallel = instep.Parallel(replicate=2, shard=None) if split == "hybrid" else split.split(",")[0]
-    how = "blocks" if split == "zero3, recomputed" else None
+    named = split.parallel
+    parallel = named if isinstance(named, str) else instep.Parallel(**named)
     batch = task.global_batch
+    micro_batch = 1 if split.is_pipeline else batch // (size // (split.peers or size))
     with instep.Run(
-        global_batch=batch, micro_batch=batch // size, threads=1, dir=directory, parallel=parallel, recompute=how
+        global_batch=batch,
+        micro_batch=micro_batch,
+        threads=1,
+        dir=directory,
+        parallel=parallel,
+        recompute=split.recompute,
     ) as run:
         model = task.model()
         os.environ["INSTEP_SHARED_MEMORY"] = shared_memory
@@ -80,17 +82,22 @@ def with_instep(
         del os.environ["INSTEP_SHARED_MEMORY"]
         loader = run.loader(task.data, shuffle=False, drop_last=True)
         for step in run.steps(loader, steps=10**9):
-            for inputs, targets in step:
-                step.backward(task.loss(model(inputs), targets))
+            if split.is_pipeline:
+                step.forward_backward(model, task.loss)
+            else:
+                for inputs, targets in step:
+                    step.backward(task.loss(model(inputs), targets))
             step.update()
             yield step.loss
 
 
-def of_split(split: str, directory: str | None) -> tuple[dict[str, Callable[..., Iterator[Any]]], list[str]]:
+def of_split(name: str, directory: str | None) -> tuple[dict[str, Callable[..., Iterator[Any]]], list[str]]:
     """The baseline first."""
-    baseline = partial(hand_written, fused=True) if split == "ddp" else partial(sharded_by_hand, split=split)
-    return {
-        "by hand": baseline,
+    split = SPLITS[name]
+    variants: dict[str, Callable[..., Iterator[Any]]] = {
+        "by hand": split.by_hand,
         "instep": partial(with_instep, split=split, directory=directory),
-        "instep, gloo": partial(with_instep, split=split, shared_memory="off"),
-    }, []
+    }
+    if split.has_traffic:
+        variants["instep, gloo"] = partial(with_instep, split=split, shared_memory="off")
+    return variants, []

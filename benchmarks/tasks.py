@@ -84,19 +84,20 @@ def token_loss(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 class Block(nn.Module):
+    """Queries, keys and values lie head by head in one layer, so that a share of its outputs is a share of the heads."""
+
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
-        self.heads = heads
+        self.heads, self.head_width = heads, width // heads
         self.attention_norm, self.mlp_norm = nn.LayerNorm(width), nn.LayerNorm(width)
         self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
         self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
 
     def forward(self, x: Tensor) -> Tensor:
-        batch, length, width = x.shape
-        qkv = self.qkv(self.attention_norm(x)).view(batch, length, 3, self.heads, width // self.heads)
-        query, key, value = qkv.permute(2, 0, 3, 1, 4)  # each (batch, heads, length, width of a head)
+        qkv = self.qkv(self.attention_norm(x)).unflatten(-1, (-1, 3, self.head_width))
+        query, key, value = qkv.permute(3, 0, 2, 1, 4)  # each (batch, heads, length, width of a head)
         mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
-        x = x + self.out(mixed.transpose(1, 2).reshape(batch, length, width))
+        x = x + self.out(mixed.transpose(1, 2).flatten(2))
         return x + self.mlp(self.mlp_norm(x))
 
 

@@ -33,23 +33,42 @@ def on_parts(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     if not steps_on_parts(optimizer):
         yield
         return
-    swapped: list[tuple[list[Any], int, DTensor, nn.Parameter]] = []
-    for group in optimizer.param_groups:
-        for i, parameter in enumerate(group["params"]):
-            if isinstance(parameter, DTensor):
-                swapped.append((group["params"], i, parameter, _part(parameter)))
-    for params, i, parameter, part in swapped:
-        params[i] = part
-        if parameter in optimizer.state:
-            optimizer.state[part] = {key: _local(value) for key, value in optimizer.state.pop(parameter).items()}
+    places = [(group["params"], i) for group in optimizer.param_groups for i in range(len(group["params"]))]
+    swapped = [_Swapped(params, i) for params, i in places if isinstance(params[i], DTensor)]
+    for each in swapped:
+        each.take_apart(optimizer)
     try:
         yield
     finally:
-        for params, i, parameter, part in swapped:
-            params[i] = parameter
-            if part in optimizer.state:
-                state = optimizer.state.pop(part)
-                optimizer.state[parameter] = {key: _like(value, parameter, part) for key, value in state.items()}
+        for each in swapped:
+            each.put_together(optimizer)
+
+
+class _Swapped:
+    """A split parameter in its group, and what the optimizer keeps for it."""
+
+    def __init__(self, params: list[Any], i: int) -> None:
+        self._params, self._i, self._whole, self._part = params, i, params[i], _part(params[i])
+        self._state: dict[str, Any] = {}
+        self._local: dict[str, Any] = {}
+
+    def take_apart(self, optimizer: torch.optim.Optimizer) -> None:
+        self._params[self._i] = self._part
+        if self._whole in optimizer.state:
+            self._state = optimizer.state.pop(self._whole)
+            self._local = {key: _local(value) for key, value in self._state.items()}
+            optimizer.state[self._part] = dict(self._local)
+
+    def put_together(self, optimizer: torch.optim.Optimizer) -> None:
+        """Values that were changed in place stay as they were: to make a DTensor costs more than to step a small one."""
+        self._params[self._i] = self._whole
+        if self._part in optimizer.state:
+            state = optimizer.state.pop(self._part)
+            optimizer.state[self._whole] = {key: self._like(key, value) for key, value in state.items()}
+
+    def _like(self, key: str, value: Any) -> Any:
+        is_same = key in self._state and value is self._local[key]
+        return self._state[key] if is_same else _like(value, self._whole, self._part)
 
 
 def _part(parameter: DTensor) -> nn.Parameter:

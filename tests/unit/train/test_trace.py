@@ -70,6 +70,27 @@ class Shaky(Model):
         return super().forward((tokens + random.randint(0, 9)) % 10)
 
 
+class Reads(Model):
+    """Takes a parameter of a module that it never calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.positions = nn.Embedding(5, 4)
+        self.blocks = self._modules.pop("blocks")  # registered after, as forward uses them
+        self.norm, self.head = self._modules.pop("norm"), self._modules.pop("head")
+
+    def forward(self, tokens: Tensor) -> dict[str, Tensor]:
+        x = self.table(tokens) + self.positions.weight
+        for block in self.blocks:
+            x = block(x)
+        return {"logits": self.finish(x), "mask": tokens > 0}
+
+
+class TiedByUse(Model):
+    def finish(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(self.norm(x), self.table.weight)
+
+
 class Skips(Model):
     def finish(self, x: Tensor) -> Tensor:
         return super().finish(x + self.first)
@@ -114,9 +135,10 @@ def run_stages(model: nn.Module, cuts: Cuts, *args: Any) -> Any:
 
 
 @pytest.mark.parametrize("cut", [["blocks.1"], ["blocks.0", "blocks.2", "head"], ["norm"]])
-def test_the_stages_together_are_the_model(cut: list[str]) -> None:
+@pytest.mark.parametrize("kind", [Model, Reads])
+def test_the_stages_together_are_the_model(kind: type[Model], cut: list[str]) -> None:
     torch.manual_seed(0)
-    model, tokens = Model().eval(), torch.randint(0, 10, (2, 5))
+    model, tokens = kind().eval(), torch.randint(0, 10, (2, 5))
     output, plan = run_stages(model, cut_model(model, len(cut) + 1, cut, ""), tokens)
     assert torch.equal(output["logits"], model(tokens)["logits"])
     assert torch.equal(output["mask"], model(tokens)["mask"])
@@ -171,6 +193,13 @@ def test_a_plan_knows_what_is_frozen_and_follows_what_trains() -> None:
             ["blocks.1"],
             "Skips cannot be cut before 'blocks.1': something of one stage is used in a later one without being an argument of "
             "the module that begins it.",
+        ),
+        (
+            TiedByUse,
+            ["blocks.1"],
+            "TiedByUse cannot be cut before 'blocks.1': something of one stage is used in a later one without being an argument of "
+            "the module that begins it. Pass it on as an argument, give a weight that both use to a module of each (tied weights "
+            "are kept), or name other cut points",
         ),
         (
             Decides,

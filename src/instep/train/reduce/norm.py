@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -13,11 +13,20 @@ from instep.train.mesh import Grid
 
 def gradient_norm(gradients: Iterable[Tensor]) -> float:
     """The 2-norm over all of them; not finite when any element is not (or when the norm is beyond fp32)."""
-    squares = 0.0
-    for gradient in gradients:
-        norm = torch.linalg.vector_norm(gradient, dtype=torch.float32 if gradient.element_size() < 4 else None)
-        squares += float(norm) ** 2
+    norms = [
+        torch.linalg.vector_norm(gradient, dtype=torch.float32 if gradient.element_size() < 4 else None)
+        for gradient in gradients
+    ]
+    squares = sum((norm**2 for norm in _read(norms)), 0.0)
     return math.sqrt(squares) if math.isfinite(squares) else squares
+
+
+def _read(numbers: Sequence[Tensor]) -> list[float]:
+    """Waits once per device, not for each number."""
+    found: dict[torch.device, list[Tensor]] = {}
+    for number in numbers:
+        found.setdefault(number.device, []).append(number.double())
+    return [value for some in found.values() for value in torch.stack(some).tolist()]
 
 
 def norm_over_peers(cut: Iterable[Tensor], alike: Iterable[Tensor], grid: Grid, copies: int = 1) -> float:

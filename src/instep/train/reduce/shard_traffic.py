@@ -41,8 +41,9 @@ def choose_traffic(model: nn.Module, split: Parallel, everyone: World, say: Call
     wanted = all(world.gather_objects(read_setting("shared_memory").value, "run.prepare"))
     waits = SharedSum(group, world) if wanted and can_share_memory(world) else None
     if waits is None or not waits.is_shared:
+        by_pieces = PiecewiseScatter(group)
         for module in modules:
-            module.set_custom_reduce_scatter(PiecewiseScatter(group))
+            module.set_custom_reduce_scatter(by_pieces)
         return Leaving(None)
     reason = "all ranks are on this host and on the CPU, so nothing has to be sent"
     say(str(Choice("shared_memory", True, reason, "INSTEP_SHARED_MEMORY=off")))
@@ -65,21 +66,37 @@ class Leaving:
 
 
 class PiecewiseScatter:
-    """A reduce-scatter by all-to-all and local sums."""
+    """A reduce-scatter by all-to-all and local sums.
+
+    The memory to send from and to receive in is kept: fresh pages cost more than the bytes take to travel. FSDP2 asks for
+    the input's memory, then for the output's, then calls, and returns from the call when the bytes have come.
+    """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group  # apart from the one that gathers, so that the two never pair
+        self._kept: dict[tuple[str, torch.dtype], Tensor] = {}
+        self._has_input = False
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return torch.empty(*size, dtype=dtype, device=device)
+        if self._has_input:
+            return torch.empty(*size, dtype=dtype, device=device)
+        self._has_input = True
+        return self._keep("input", math.prod(size), dtype)
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
     ) -> None:
         assert op == dist.ReduceOp.SUM and not async_op
-        pieces = torch.empty_like(input_tensor)
+        self._has_input = False
+        pieces = self._keep("pieces", input_tensor.numel(), input_tensor.dtype)
         dist.all_to_all_single(pieces, input_tensor, group=self._group)
         add_up(list(pieces.view(self._group.size(), -1)), output_tensor)
+
+    def _keep(self, use: str, numel: int, dtype: torch.dtype) -> Tensor:
+        kept = self._kept.get((use, dtype))
+        if kept is None or kept.numel() < numel:
+            kept = self._kept[use, dtype] = torch.empty(numel, dtype=dtype)
+        return kept[:numel]
 
 
 class SharedRegions:

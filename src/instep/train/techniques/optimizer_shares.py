@@ -11,18 +11,18 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from instep.train.reduce.local_part import local_part
+from instep.train.reduce.spread import Spread
 from instep.train.world import World
 
 
 class OptimizerShares:
     """Every rank makes the same calls. data: the ranks that hold the same parameters."""
 
-    def __init__(self, data: World, parameters: Sequence[nn.Parameter]) -> None:
-        self._data, self._group = data, data.new_group()
+    def __init__(self, data: World, parameters: Sequence[nn.Parameter], spread: Spread) -> None:
+        self._data, self._spread = data, spread
         self._owners: dict[int, int] = {}
         self._load = [0] * data.size
         self._kept: list[nn.Parameter] = []  # ids stay theirs while they are here
@@ -60,23 +60,8 @@ class OptimizerShares:
         finally:
             for parameter, gradient in hidden:
                 parameter.grad = gradient
-        self._spread(stepped, what)
-
-    @torch.no_grad()
-    def _spread(self, parameters: Sequence[nn.Parameter], what: str) -> None:
-        """One message per owner and type of number."""
-        if self._data.size == 1:
-            return
-        messages: dict[tuple[int, torch.dtype, torch.device], list[Tensor]] = {}
-        for parameter in parameters:
-            local = local_part(parameter).detach()
-            messages.setdefault((self._owners[id(parameter)], local.dtype, local.device), []).append(local)
-        sent = []
-        for (owner, _, _), parts in messages.items():
-            flat = torch.cat([part.reshape(-1) for part in parts])
-            sent.append((dist.broadcast(flat, group_src=owner, group=self._group, async_op=True), owner, flat, parts))
-        for handle, owner, flat, parts in sent:
-            self._data.wait(handle, what)
-            if owner != self._data.rank:
-                for part, values in zip(parts, flat.split([part.numel() for part in parts])):
-                    part.copy_(values.view_as(part))
+        owned: list[list[Tensor]] = [[] for _ in range(self._data.size)]
+        for parameter in stepped:
+            owned[self._owners[id(parameter)]].append(local_part(parameter).detach())
+        with torch.no_grad():
+            self._spread(owned, what)

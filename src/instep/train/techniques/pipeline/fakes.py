@@ -85,7 +85,8 @@ def explained(what: str) -> Iterator[None]:
     except Mixed as error:
         raise UsageError(
             f"{what}: something of one stage is used in a later one without being an argument of the module that begins it. "
-            "Pass it on as an argument, or name other cut points, as Parallel(cut=['layers.4'])."
+            "Pass it on as an argument, give a weight that both use to a module of each (tied weights are kept), or name other cut "
+            "points, as Parallel(cut=['layers.4'])."
         ) from error
 
 

@@ -35,7 +35,7 @@ class Run(Protocol):
 class Pieces:
     """Takes over the forward of a model's pieces. While no run is under way they work as before.
 
-    held: the stages whose parameters are here.
+    held: the stages whose parameters are here. loose, inner: where parameters are, outside of units and in them.
     """
 
     def __init__(self, model: nn.Module, cuts: Cuts, held: frozenset[int]) -> None:
@@ -43,6 +43,7 @@ class Pieces:
         self._held = held
         self.all = find_pieces(model, cuts)
         self.loose = find_loose(model, cuts, {id(piece.module) for piece in self.all if piece.stage is not None})
+        self.inner = [place for piece in self.all if piece.is_unit for place in _parameters_of(piece)]
         self._before = [piece.module.__dict__.get("forward") for piece in self.all]
         for piece in self.all:
             self._take_over(piece)
@@ -111,6 +112,12 @@ def find_loose(model: nn.Module, cuts: Cuts, units: set[int]) -> list[tuple[nn.M
 
     visit(model, "")
     return found
+
+
+def _parameters_of(piece: Piece) -> list[tuple[nn.Module, str, int]]:
+    assert piece.stage is not None
+    modules = piece.module.modules()
+    return [(m, name, piece.stage) for m in modules for name, held in m._parameters.items() if held is not None]
 
 
 def _tensor_names(module: nn.Module, prefix: str) -> list[str]:

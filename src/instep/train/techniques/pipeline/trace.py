@@ -8,7 +8,7 @@ from its inputs alone (positions, masks) is there in every stage, and nothing ha
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -60,12 +60,13 @@ class Boundary:
 
 @dataclass
 class Plan:
-    """For inputs of certain shapes. boundaries: of stages 1, 2, ...; outputs: of the units, in order of calls; draws: the
-    generators that forward draws from; leaves, spec: of the model's output."""
+    """For inputs of certain shapes. boundaries: of stages 1, 2, ...; outputs: of the units, in order of calls; borrowed: of
+    parameters that forward may read outside of the modules that it calls, by their number in `_places`; draws: the generators
+    that forward draws from; leaves, spec: of the model's output."""
 
     boundaries: list[Boundary] = field(default_factory=list)
     outputs: list[Any] = field(default_factory=list)
-    loose: dict[tuple[int, str], Tensor] = field(default_factory=dict)
+    borrowed: dict[int, Tensor] = field(default_factory=dict)
     draws: tuple[str, ...] = ()
     leaves: list[Any] = field(default_factory=list)
     spec: TreeSpec | None = None
@@ -87,15 +88,20 @@ class Tracer:
         self._pieces = Pieces(self._model, cuts, frozenset(range(cuts.count)))
         self._cuts, self._device, self._kind = cuts, device, type(model).__name__
         self._plans: dict[Hashable, Plan] = {}
-        self._modes: tuple[tuple[str, bool], ...] = ()
+        self._modes: tuple[bool, ...] = ()
+        self._pairs: list[tuple[nn.Module, nn.Module]] | None = None  # modules of the model, and their copies
         self.follow(model)
 
     def follow(self, model: nn.Module) -> None:
         """Takes up which modules of the model are in training mode. Before `plan`, when that may have changed."""
-        training = {name: module.training for name, module in model.named_modules()}
-        self._modes = tuple(training.items())
-        for name, module in self._model.named_modules():
-            module.training = training.get(name, module.training)
+        if self._pairs is None:
+            copies = dict(self._model.named_modules())
+            self._pairs = [(module, copies[name]) for name, module in model.named_modules() if name in copies]
+        modes = tuple([module.training for module, _ in self._pairs])
+        if modes != self._modes:
+            self._modes = modes
+            for module, its_copy in self._pairs:
+                its_copy.training = module.training
 
     def plan(self, args: Any, kwargs: Any) -> Plan:
         """Raises UsageError for a forward that cannot be cut there."""
@@ -110,15 +116,12 @@ class Tracer:
         generators = get_generators()
         names = ", ".join(map(repr, self._cuts.names))
         probe = Probe(self._cuts, self._device, f"{self._kind} cannot be cut before {names}")
-        for module, name, stage in self._pieces.loose:
-            parameter = module._parameters[name]
-            assert parameter is not None
-            probe.plan.loose[id(module), name] = probe.fake_of(stage, parameter)
-        kept = [(module, name, module._parameters[name]) for module, name, _ in self._pieces.loose]
+        places = _places(self._pieces)
+        kept = [module._parameters[name] for module, name, _ in places]
+        fakes = [probe.fake_of(stage, tensor) for tensor, (_, _, stage) in zip(kept, places) if tensor is not None]
         self._pieces.run = probe
         try:
-            for module, name, _ in self._pieces.loose:
-                module._parameters[name] = probe.plan.loose[id(module), name]  # type: ignore[assignment]
+            _put_parameters(places, fakes)
             with explained(probe.what):
                 with probe.watch:
                     output = self._model.forward(*args, **kwargs)
@@ -126,11 +129,21 @@ class Tracer:
             plan.draws += find_drawn(generators, get_generators())
         finally:
             self._pieces.run = None
-            for module, name, parameter in kept:
-                module._parameters[name] = parameter
+            _put_parameters(places, kept)
             restore_generators(generators)
-        plan.loose = {(number, name): plan.loose[id(m), name] for number, (m, name, _) in enumerate(self._pieces.loose)}
+        called = {id(module) for unit in probe.called for module in unit.modules()}
+        plan.borrowed = {i: fake for i, fake in enumerate(fakes) if id(places[i][0]) not in called}
         return plan
+
+
+def _places(pieces: Pieces) -> list[tuple[nn.Module, str, int]]:
+    """Where parameters are: module, name and stage."""
+    return [*pieces.loose, *pieces.inner]
+
+
+def _put_parameters(places: Sequence[tuple[nn.Module, str, int]], tensors: Sequence[Any]) -> None:
+    for (module, name, _), tensor in zip(places, tensors, strict=True):
+        module._parameters[name] = tensor
 
 
 def _describe_inputs(args: Any, kwargs: Any) -> Hashable:
@@ -148,6 +161,7 @@ class Probe:
         self._cuts, self._device = cuts, device
         self._modes = [new_mode() for _ in range(cuts.count)]
         self._stage, self._is_inside = 0, False
+        self.called: list[nn.Module] = []  # units
 
     def fake_of(self, stage: int, tensor: Tensor) -> Tensor:
         return fake_like(self._modes[stage], tensor, self._device, tensor.requires_grad)
@@ -164,6 +178,7 @@ class Probe:
                 f"{self.what}: {piece.name} is registered in stage {piece.stage} and runs in stage {self._stage}. Create the "
                 "model's modules in the order in which forward uses them, or name other cut points, as Parallel(cut=['layers.4'])."
             )
+        self.called.append(piece.module)
         holder = _Holder(piece.module, original)
         fakes = {
             f"module.{name}": self.fake_of(self._stage, tensor)
@@ -285,19 +300,16 @@ class StageRun:
 
 def run_stage(pieces: Pieces, forward: Callable[..., Any], run: StageRun, plan: Plan, args: Any, kwargs: Any) -> Any:
     """The model's output in the last stage, else the list of tensors for the next."""
-    swapped = [
-        (module, name, module._parameters[name], plan.loose[number, name])
-        for number, (module, name, stage) in enumerate(pieces.loose)
-        if stage != run._target
-    ]
+    places = _places(pieces)
+    others = [(places[i], fake) for i, fake in plan.borrowed.items() if places[i][2] != run._target]
+    borrowing, fakes = [place for place, _ in others], [fake for _, fake in others]
+    kept = [module._parameters[name] for module, name, _ in borrowing]
     pieces.run = run
     try:
-        for module, name, _, fake in swapped:
-            module._parameters[name] = fake  # type: ignore[assignment]
+        _put_parameters(borrowing, fakes)
         return forward(*args, **kwargs)
     except _Left as left:
         return left.tensors
     finally:
         pieces.run = None
-        for module, name, parameter, _ in swapped:
-            module._parameters[name] = parameter
+        _put_parameters(borrowing, kept)
