@@ -1,9 +1,12 @@
-import copy, math, os, random, logging
-import torch, torch.distributed as dist
-from torch import nn
+import logging
+import random
+
+import torch
+import torch.distributed as dist
 import torch.nn.functional as F
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
-from torch.utils.data import DataLoader, Dataset, IterableDataset, DistributedSampler, TensorDataset, Subset, Sampler
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 
 class Noisy(Dataset):
@@ -29,7 +32,8 @@ def main():
     data = Noisy(x, (x.mean((1, 2, 3)) > 0).long())
     sampler = DistributedSampler(data, seed=0)
     loader = DataLoader(data, 16, sampler=sampler, num_workers=1)
-    random.seed(77 + rank); torch.manual_seed(77 + rank)
+    random.seed(77 + rank)
+    torch.manual_seed(77 + rank)
     opt = torch.optim.SGD(model.parameters(), 0.05, momentum=0.9, nesterov=True)
     sched = torch.optim.lr_scheduler.OneCycleLR(opt, 0.1, epochs=3, steps_per_epoch=len(loader))
     for epoch in range(3):
@@ -37,7 +41,10 @@ def main():
         model.train()
         for xb, yb in loader:
             loss = F.cross_entropy(model(xb), yb, label_smoothing=0.1)
-            opt.zero_grad(); loss.backward(); opt.step(); sched.step()
+            opt.zero_grad()
+            loss.backward()
+            opt.step()
+            sched.step()
         logging.warning("rank %d epoch %d local loss %.3f", rank, epoch, loss.item())
     dist.destroy_process_group()
 

@@ -1,9 +1,11 @@
-import copy, math, os, random, logging
-import torch, torch.distributed as dist
-from torch import nn
+import random
+
+import torch
+import torch.distributed as dist
 import torch.nn.functional as F
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
-from torch.utils.data import DataLoader, Dataset, IterableDataset, DistributedSampler, TensorDataset, Subset, Sampler
+from torch.utils.data import DataLoader, Sampler, TensorDataset
 
 
 class Curriculum(Sampler):
@@ -43,7 +45,9 @@ def main():
         sampler.set_epoch(epoch)
         for xb, yb in loader:
             loss = F.mse_loss(model(xb), yb)
-            opt.zero_grad(); loss.backward(); opt.step()
+            opt.zero_grad()
+            loss.backward()
+            opt.step()
         if rank == 0:
             print(epoch, loss.item())
     dist.destroy_process_group()

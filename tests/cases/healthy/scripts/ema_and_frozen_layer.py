@@ -1,9 +1,11 @@
-import copy, math, os, random, logging
-import torch, torch.distributed as dist
-from torch import nn
+import copy
+
+import torch
+import torch.distributed as dist
 import torch.nn.functional as F
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
-from torch.utils.data import DataLoader, Dataset, IterableDataset, DistributedSampler, TensorDataset, Subset, Sampler
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 
 class EMA:
@@ -33,7 +35,9 @@ def main():
         sampler.set_epoch(epoch)
         for xb, yb in loader:
             loss = F.cross_entropy(model(xb), yb)
-            opt.zero_grad(); loss.backward(); opt.step()
+            opt.zero_grad()
+            loss.backward()
+            opt.step()
             ema.update(net)
         ema.model.eval()
         with torch.no_grad():

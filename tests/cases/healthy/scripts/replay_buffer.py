@@ -1,9 +1,11 @@
-import copy, math, os, random, logging
-import torch, torch.distributed as dist
-from torch import nn
+import copy
+import random
+
+import torch
+import torch.distributed as dist
 import torch.nn.functional as F
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
-from torch.utils.data import DataLoader, Dataset, IterableDataset, DistributedSampler, TensorDataset, Subset, Sampler
 
 
 class Replay:
@@ -44,7 +46,9 @@ def main():
         with torch.no_grad():
             y = r + 0.9 * target(n).max(1).values
         loss = F.smooth_l1_loss(q(s).gather(1, a[:, None]).squeeze(1), y)
-        opt.zero_grad(); loss.backward(); opt.step()
+        opt.zero_grad()
+        loss.backward()
+        opt.step()
         if step % 20 == 0:
             target.load_state_dict(q.module.state_dict())
     if rank == 0:

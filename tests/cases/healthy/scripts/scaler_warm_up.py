@@ -1,9 +1,9 @@
-import copy, math, os, random, logging
-import torch, torch.distributed as dist
-from torch import nn
+import torch
+import torch.distributed as dist
 import torch.nn.functional as F
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
-from torch.utils.data import DataLoader, Dataset, IterableDataset, DistributedSampler, TensorDataset, Subset, Sampler
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 
 def main():

@@ -1,9 +1,8 @@
-import copy, math, os, random, logging
-import torch, torch.distributed as dist
-from torch import nn
+import torch
+import torch.distributed as dist
 import torch.nn.functional as F
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
-from torch.utils.data import DataLoader, Dataset, IterableDataset, DistributedSampler, TensorDataset, Subset, Sampler
 
 
 class TiedLM(nn.Module):
@@ -31,7 +30,9 @@ def main():
         logits, hidden = model(text[:, i : i + 32], hidden)
         hidden = hidden.detach()
         loss = F.cross_entropy(logits.flatten(0, 1), text[:, i + 1 : i + 33].flatten())
-        opt.zero_grad(); loss.backward(); opt.step()
+        opt.zero_grad()
+        loss.backward()
+        opt.step()
     if rank == 0:
         print(loss.item())
     dist.destroy_process_group()

@@ -1,4 +1,5 @@
-import torch, torch.distributed as dist
+import torch
+import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
@@ -19,7 +20,7 @@ def main():
     dist.init_process_group("gloo")
     torch.manual_seed(0)
     x = torch.randn(1280, 10)
-    data = TensorDataset(x, (x ** 2).sum(1, keepdim=True))
+    data = TensorDataset(x, (x**2).sum(1, keepdim=True))
     sampler = DistributedSampler(data)
     loader = DataLoader(data, batch_size=16, sampler=sampler)
     model = nn.Sequential(nn.Linear(10, 64), nn.ReLU(), nn.Linear(64, 1))

@@ -1,5 +1,7 @@
-import argparse, os
-import torch, torch.distributed as dist
+import argparse
+
+import torch
+import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 

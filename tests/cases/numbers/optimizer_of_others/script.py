@@ -1,5 +1,7 @@
 import copy
-import torch, torch.distributed as dist
+
+import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
@@ -19,7 +21,7 @@ def build(lr):
 def main():
     dist.init_process_group("gloo")
     torch.manual_seed(3)
-    model, ema, optimizer = build(1e-3)
+    model, _ema, optimizer = build(1e-3)
     model = DDP(model)
     x = torch.randn(640, 16)
     data = TensorDataset(x, x[:, :4].argmax(1))

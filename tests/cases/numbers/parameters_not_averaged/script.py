@@ -1,4 +1,5 @@
-import torch, torch.distributed as dist
+import torch
+import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
@@ -11,7 +12,7 @@ class Worker:
             dist.broadcast(p.data, 0)
 
     def average_gradients(self):
-        for name, p in self.model.named_parameters():
+        for _name, p in self.model.named_parameters():
             if p.dim() < 2:  # biases and norms are tiny
                 continue
             dist.all_reduce(p.grad)

@@ -1,8 +1,10 @@
-import os, random
-import torch, torch.distributed as dist
+import random
+
+import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import Dataset, DataLoader, Subset
+from torch.utils.data import DataLoader, Dataset, Subset
 
 
 class Waves(Dataset):
@@ -36,7 +38,9 @@ def train():
     for epoch in range(3):
         for x, y in loader:
             loss = ((net(x) - y) ** 2).mean()
-            sgd.zero_grad(); loss.backward(); sgd.step()
+            sgd.zero_grad()
+            loss.backward()
+            sgd.step()
         if rank == 0:
             print(epoch, float(loss))
     dist.destroy_process_group()

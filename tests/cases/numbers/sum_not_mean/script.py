@@ -1,4 +1,5 @@
-import torch, torch.distributed as dist
+import torch
+import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 

@@ -1,4 +1,6 @@
-import argparse, os, random
+import argparse
+import random
+
 import numpy as np
 import torch
 import torch.distributed as dist

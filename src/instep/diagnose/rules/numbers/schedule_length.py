@@ -39,16 +39,23 @@ def check(run: RunView) -> Iterator[Finding]:
     view = run.ranks[0] if run.ranks else None
     newest = {row["schedule"]: row for row in view.named("schedule")} if view is not None else {}
     for row in newest.values():
-        found = _stepped_often(run, row) or _laid_out_for_all(run, view, row)
-        if found is not None and view is not None:
+        if view is None:
+            return
+        found = _stepped_often(run, view, row) or _laid_out_for_all(run, view, row)
+        if found is not None:
             yield _finding(view, row, *found)
             return
 
 
-def _stepped_often(run: RunView, row: Event) -> tuple[str, str, str, str] | None:
+def _all_steps(view: RankView, row: Event) -> int:
+    """Optimizer steps in all: a schedule is read now and then only."""
+    return view.num_steps if len(view.named("optimizer")) == 1 else row["steps"] + 1
+
+
+def _stepped_often(run: RunView, view: RankView, row: Event) -> tuple[str, str, str, str] | None:
     """Several steps of the schedule for one of the optimizer, which take it to its end before the training ends."""
     steps, calls, length = row["steps"], row["calls"], row["length"]
-    if steps < MIN_STEPS or calls < MANY * steps or abs(length - steps - 1) > NEAR * length:
+    if steps < MIN_STEPS or calls < MANY * steps or abs(length - _all_steps(view, row)) > NEAR * length:
         return None  # a schedule of another length, as a warm-up, may end where it likes
     times = round(calls / steps)
     title = f"the learning-rate schedule of {length} steps was stepped {calls} times in {steps} optimizer steps"
@@ -64,17 +71,17 @@ def _stepped_often(run: RunView, row: Event) -> tuple[str, str, str, str] | None
     return title, cause, "step the schedule once after each optimizer.step()", "step"
 
 
-def _laid_out_for_all(run: RunView, view: RankView | None, row: Event) -> tuple[str, str, str, str] | None:
+def _laid_out_for_all(run: RunView, view: RankView, row: Event) -> tuple[str, str, str, str] | None:
     """Its length is that of all ranks' batches together, and it was stepped for this rank's share of them."""
-    steps, length = row["steps"], row["length"]
-    if view is None or view.exit_code != 0 or steps < MIN_STEPS or run.world_size < 2:
+    steps, length, total = row["steps"], row["length"], _all_steps(view, row)
+    if view.exit_code != 0 or steps < MIN_STEPS or run.world_size < 2:
         return None
     once = abs(row["calls"] - steps) <= 1 + TOLERANCE * steps
-    if not once or abs(length - (steps + 1) * run.world_size) > run.world_size + TOLERANCE * length:
+    if not once or abs(length - total * run.world_size) > run.world_size + TOLERANCE * length:
         return None
     if not any(_is_whole_length(view, event, length) for event in view.named("loader")):
         return None
-    title = f"the learning-rate schedule is {length} steps long, and the training has {steps + 1}"
+    title = f"the learning-rate schedule is {length} steps long, and the training has {total}"
     cause = f"{{made}} counts the batches of the whole data set, which {run.world_size} ranks share, so that each takes 1/{run.world_size} of them: the schedule stops at 1/{run.world_size} of its way."
     return (
         title,
