@@ -25,7 +25,7 @@ from instep.train.reduce.words import Table, number_call
 from instep.train.rows import AllRows, backward_rows
 from instep.train.step_checks import check_backward, check_first_update, check_loss, check_place, is_unreached
 from instep.train.step_end import after_update, finish_step, note_finite
-from instep.train.techniques.pipeline.rows_pass import backward_in_stages, begin_rows
+from instep.train.techniques.pipeline.rows_pass import backward_in_stages, begin_rows, check_one_loss
 from instep.train.techniques.pipeline.train_pass import find_pipeline, train_pass
 from instep.train.update import (
     Trained,
@@ -120,6 +120,8 @@ class Step:
         given = weight is not None
         value = self._read_weight(weight)
         chosen = run._choose(optimizer, "step.backward")
+        if run._pipelines:
+            check_one_loss(self, chosen)
         for trained in chosen:
             trained.check_kept()
         self._backwards += 1

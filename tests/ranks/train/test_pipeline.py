@@ -279,6 +279,9 @@ def make_mistakes(rank: int, size: int) -> list[str]:
         step = next(iter(run.steps(run.loader(data(43)), epochs=1)))
         note(lambda: model(torch.zeros(2, FEATURES, dtype=torch.float64)))
         note(lambda: step.all_rows(lambda x, _: model(x) + model(2 * x)))
+        rows = step.all_rows(lambda x, _: model(x))
+        step.backward(rows.square().mean())
+        note(lambda: step.backward(rows.mean()))
         note(lambda: step.forward_backward(other, F.cross_entropy))
         note(lambda: step.forward_backward(model, cast("Any", 3)))
         model.requires_grad_(False)
@@ -298,6 +301,8 @@ def test_mistakes_with_a_pipeline_are_told_in_one_sentence() -> None:
             "it gives its output on every rank.",
             "step.all_rows(fn): fn called a model that is cut into stages 2 times, and a pipeline runs one call at a time. Call "
             "step.all_rows once for each call of the model.",
+            "a pipeline takes one loss per step over the rows of step.all_rows: add the losses up, and call step.backward once, "
+            "without step.forward_backward beside it.",
             "step.forward_backward got a Deep that run.prepare has not cut; it takes the Deep itself, as run.prepare returned it.",
             "step.forward_backward got a int as its loss_fn; it takes a function of the model's output and the targets, as "
             "torch.nn.functional.cross_entropy.",

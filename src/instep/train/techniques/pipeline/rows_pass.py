@@ -47,6 +47,15 @@ def begin_rows(run: Run, fn: Callable[..., Any]) -> Callable[[Any], Any]:
     return checked
 
 
+def check_one_loss(step: Step, chosen: Sequence[Trained]) -> None:
+    """Raises UsageError for a second loss over rows, and for one beside step.forward_backward."""
+    if step._rows and any(trained.reducer.lanes.next for trained in chosen):
+        raise UsageError(
+            "a pipeline takes one loss per step over the rows of step.all_rows: add the losses up, and call step.backward once, "
+            "without step.forward_backward beside it."
+        )
+
+
 def backward_in_stages(run: Run, step: Step, factor: float, chosen: Sequence[Trained]) -> None:
     """After the backward of a loss over rows: what came to them, times `factor`, on to the parameters of all stages."""
     for rows in step._rows:
