@@ -61,6 +61,7 @@ BROKEN = [
     ("fabric_train", "stuck", "hang/rank-stuck-outside", "time.sleep"),
     ("fabric_train", "save_main", "hang/some-ranks-only", "fabric.save"),
     ("trainer_train", "raise", "crash/exception", "raise KeyError"),
+    ("trainer_train", "local_stop", "hang/loop-left-early", 'HOW == "local_stop"'),
     ("trainer_train", "barrier_main", "hang/some-ranks-only", "torch.distributed.barrier()"),
 ]
 
