@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, cast
 
+import numpy
 import pytest
 import torch
 import torch.nn.functional as F
@@ -14,6 +16,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import instep
+from instep.records.schedules import SCHEDULES
 from run_ranks import run_ranks
 from scenarios import CLASSES, FEATURES, adam, data, sgd, step_lr, two_groups, whole
 
@@ -63,6 +66,46 @@ class Loose(Deep):
         self.shift = 0.0
 
 
+class ShakyBlock(Block):
+    def forward(self, x: Tensor, scale: Tensor) -> Tensor:
+        return super().forward(x, scale) * (1 + 0.1 * random.random()) + 0.01 * float(numpy.random.rand())
+
+
+class Shaky(Loose):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([ShakyBlock(10, 0.2, False) for _ in range(4)])
+        self.double()
+
+
+class Poison(torch.autograd.Function):
+    """The gradient is infinite where a number says so."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, infinite: bool) -> Tensor:
+        ctx.infinite = infinite
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return gradient * float("inf") if ctx.infinite else gradient, None
+
+
+class Poisoned(Loose):
+    """Some steps are not finite in the first stage, and in no other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.into.register_forward_hook(lambda _, args, output: Poison.apply(output, bool(args[0][0, 0] > 0.9)))
+
+
+class Structured(Loose):
+    """Nested outputs, some of which are no tensors."""
+
+    def forward(self, x: Tensor) -> Any:
+        return {"logits": super().forward(x), "more": (x.mean(), None, 3)}
+
+
 class Encoder(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -98,6 +141,10 @@ def chain() -> nn.Module:
 def token_mean(out: Tensor, y: Tensor) -> tuple[Tensor, int]:
     mask = y > 0  # some micro-batches have many of these, some few, some none
     return F.cross_entropy(out[mask], y[mask]), int(mask.sum())
+
+
+def of_structure(out: Any, y: Tensor) -> Tensor:
+    return F.cross_entropy(out["logits"], y) + 0.1 * out["more"][0] * out["more"][2]
 
 
 def infinite_once(out: Tensor, y: Tensor) -> Tensor:
@@ -155,12 +202,19 @@ TRAININGS: dict[str, Callable[..., dict[str, Any]]] = {
     "no loose parameter": lambda **split: train(Loose, clip_norm=0.1, evaluate=True, **split),
     "encoder": lambda **split: train(Encoder, clip_norm=0.1, evaluate=True, **split),
     "first stage frozen": lambda **split: train(Loose, frozen=BEFORE, optimizer_of=sgd, **split),
+    "last stage frozen": lambda **split: train(Loose, frozen=BEHIND, optimizer_of=sgd, **split),
+    "Python's and numpy's random numbers": lambda **split: train(Shaky, evaluate=True, **split),
+    "three micro-batches": lambda **split: train(Loose, token_mean, global_batch=12, micro_batch=4, **split),
+    "one micro-batch": lambda **split: train(Loose, micro_batch=16, **split),
+    "not finite in the first stage": lambda **split: train(Poisoned, optimizer_of=sgd, **split),
+    "structured": lambda **split: train(Structured, of_structure, **split),
     "recomputed": lambda **split: train(lambda: Deep(0.3), recompute="blocks", **split),
     "bf16": lambda **split: train(Single, precision="bf16", evaluate=True, **split),
     "fp16": lambda **split: train(Single, precision="fp16", **split),
 }
 TOLERANCES = {"bf16": 1e-3, "fp16": 1e-3}
 BEFORE = ("into", "blocks.0", "blocks.1")  # the first stage of two
+BEHIND = ("blocks.2", "blocks.3", "again", "out")
 FIRST = next(iter(TRAININGS))
 Pipe = partial(instep.Parallel, pipeline=2)
 BY_HAND = ["blocks.0", "blocks.1", "blocks.3"]
@@ -171,16 +225,18 @@ ROWS: list[tuple[int, instep.Parallel, list[str]]] = [
     (2, Pipe(schedule="interleaved_1f1b", cut=BY_HAND), [FIRST]),
     (2, Pipe(schedule="interleaved_zero_bubble"), [FIRST, "token mean", "recomputed", "fp16", "first stage frozen"]),
     (2, Pipe(schedule="dualpipev"), [FIRST]),
-    (4, Pipe(shard=2), ["no loose parameter, tied"]),
+    (4, Pipe(shard=2), ["no loose parameter, tied", "three micro-batches"]),
     (4, Pipe(shard=2, schedule="zbv"), ["no loose parameter"]),
     (4, Pipe(tensor=2), ["encoder"]),
 ]
+OF_WHOLE_MODULES = ["no loose parameter", "three micro-batches", "last stage frozen", "not finite in the first stage"]
 SLOW_ROWS: list[tuple[int, instep.Parallel, list[str]]] = [
-    (2, Pipe(schedule="looped_bfs"), [FIRST]),
-    (4, Pipe(replicate=2), list(TRAININGS)),
+    *((4, Pipe(schedule=name, replicate=2), [FIRST, "three micro-batches"]) for name in SCHEDULES),
+    *((4, Pipe(schedule=name, shard=2), OF_WHOLE_MODULES) for name in SCHEDULES),
+    *((4, Pipe(schedule=name, tensor=2), ["encoder"]) for name in SCHEDULES),
+    (4, Pipe(shard=2, gathered=True), [*OF_WHOLE_MODULES, "no loose parameter, tied"]),
+    (4, Pipe(replicate=2), [name for name in TRAININGS if name != "one micro-batch"]),
     (4, Pipe(replicate=2, share_optimizer=True), [FIRST, "encoder"]),
-    (4, Pipe(shard=2, schedule="interleaved_zero_bubble"), ["no loose parameter"]),
-    (4, Pipe(shard=2, schedule="dualpipev"), ["no loose parameter"]),
     (8, Pipe(replicate=2, shard=2), ["no loose parameter, tied"]),
     (8, Pipe(tensor=2, shard=2), ["encoder"]),
     (8, Pipe(tensor=2, replicate=2, schedule="zbv"), ["encoder"]),
@@ -232,9 +288,9 @@ def test_forward_backward_is_the_explicit_loop_in_every_other_split(parallel: st
 
 def train_partly(rank: int, size: int, folder: str, parallel: Any, last: int) -> dict[str, Any]:
     with instep.Run(global_batch=16, micro_batch=2, parallel=parallel, dir=folder) as run:
-        model = Deep(0.3, tied=True)
+        model = Loose(drop=0.3, tied=True)
         optimizer = adam(model)
-        run.prepare(model, optimizer)
+        run.prepare(model, optimizer, offload=run.world_size == 4)
         run.restore()
         for step in run.steps(run.loader(data(43), shuffle=True), epochs=2):
             step.forward_backward(model, F.cross_entropy)
@@ -249,9 +305,9 @@ def train_partly(rank: int, size: int, folder: str, parallel: Any, last: int) ->
 def test_continues_in_another_split(tmp_path: Path) -> None:
     run_ranks(train_partly, 1, str(tmp_path / "one"), "ddp", 5)
     for size, parallel, last in (
-        (2, Pipe(), 1),
+        (2, Pipe(schedule="zbv"), 1),
         (2, "zero3", 2),
-        (4, Pipe(replicate=2, schedule="zbv"), 3),
+        (4, Pipe(shard=2), 3),
         (3, instep.Parallel(pipeline=3, schedule="gpipe"), 5),
     ):
         run_ranks(train_partly, size, str(tmp_path / "parts"), parallel, last)
