@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from functools import partial
 from typing import Any
 
@@ -143,3 +144,31 @@ def watch_blocks(rank: int, size: int, split: instep.Parallel) -> set[int]:
 @pytest.mark.parametrize(("gathered", "expected"), [(False, {1}), (True, {2})])
 def test_a_block_of_a_sharded_stage_is_whole_while_it_runs_or_for_a_step(gathered: bool, expected: set[int]) -> None:
     assert run_ranks(watch_blocks, 4, Pipe(shard=2, gathered=gathered)) == [expected] * 4
+
+
+def fail(rank: int, size: int, where: str) -> None:
+    def refuse(*_: Any) -> None:
+        raise ValueError("labels out of range")
+
+    with instep.Run(global_batch=16, micro_batch=2, parallel=Pipe()) as run:
+        model = deep()
+        run.prepare(model, adam(model))
+        for step in run.steps(run.loader(data(43)), epochs=1):
+            if step.index == 1 and where == "forward":
+                model[2].register_forward_hook(refuse)
+            elif step.index == 1:
+                model[2].register_full_backward_hook(refuse)
+            step.forward_backward(model, F.cross_entropy)
+            step.update()
+
+
+@pytest.mark.parametrize(
+    ("where", "said"), [("forward", "in stage 1 of 2"), ("backward", "in backward of stage 1 of 2")]
+)
+def test_an_error_in_a_stage_says_which_one(where: str, said: str) -> None:
+    with pytest.raises(RuntimeError, match="rank 1: ") as caught:
+        run_ranks(fail, 2, where)
+    text = str(caught.value)
+    assert "ValueError: labels out of range" in text
+    assert "Failed to run stage" not in text  # what torch makes of it
+    assert sys.version_info < (3, 11) or f"[{said} of the pipeline, which this rank holds]" in text
