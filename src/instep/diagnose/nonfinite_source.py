@@ -41,10 +41,10 @@ STEEP = (
 def find_operation(here: CallSite | None, name: str) -> CallSite | None:
     """The operation in the user's source: along what the loss was made of first, then anywhere in the file."""
     word = name.partition("Backward")[0].lower()
-    names = (word, *_CALLED.get(word, ()))
+    names = {_plain(name) for name in (word, *_CALLED.get(word, ()))}
     operator = _OPERATORS.get(word)
     for source, node, is_near in _near_loss(here):
-        if isinstance(node, ast.Call) and _called(node).rstrip("_") in names:
+        if isinstance(node, ast.Call) and _plain(_called(node)) in names:
             return source.site(node)
         if operator and is_near and isinstance(node, ast.BinOp) and _is_written(node, operator, word):
             return source.site(node)
@@ -118,6 +118,11 @@ def imported_files(source: Source) -> list[Source]:
                 if other is not None:
                     found[other.path] = other
     return list(found.values())
+
+
+def _plain(name: str) -> str:
+    """`ctc_loss`, `CTCLoss` and the operation `CtcLoss` are one name, `log_` and `log` as well."""
+    return name.replace("_", "").lower()
 
 
 def _called(node: ast.Call) -> str:

@@ -227,15 +227,23 @@ def _subset_print(dataset: Any) -> int | None:
 
 
 def print_order(dataset: Any) -> list[int] | None:
-    """For a data set of the script's own that keeps a list of its samples (paths, rows): a print of their order, and one
-    that does not depend on the order. None where there is no such list, or it is too long to look at."""
+    """For a data set of the script's own that keeps a list of its samples (paths, rows): a print of their order, one
+    that does not depend on the order, and whether each entry is another one, as paths and numbers of samples are. None where there is no such list, or it is too long to look at."""
     length = _length(dataset) or 0
     members = getattr(dataset, "__dict__", {})
     for value in members.values() if length else ():
+        if hasattr(value, "tolist") and length <= _MOST_LISTED and _is_list_of_numbers(value):
+            value = value.tolist()
         if isinstance(value, (list, tuple)) and len(value) == length <= _MOST_LISTED and _is_plain(value[0]):
             rows = [zlib.crc32(repr(item).encode()) for item in value]
-            return [zlib.crc32(repr(rows).encode()), sum(rows) & 0xFFFFFFFF]
+            names_samples = len(set(rows)) == length and not isinstance(value[0], float)
+            return [zlib.crc32(repr(rows).encode()), sum(rows) & 0xFFFFFFFF, int(names_samples)]
     return None
+
+
+def _is_list_of_numbers(value: Any) -> bool:
+    """Whether an array or tensor has one whole number for each sample, as an order or a choice of samples has."""
+    return "int" in str(getattr(value, "dtype", "")) and len(getattr(value, "shape", ())) == 1
 
 
 def _is_plain(value: Any) -> bool:

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from types import FrameType
 from typing import Any
 
+import numpy as np
 import torch
 
 from instep.launch.probe.holders import Held, Holders, find_place
@@ -24,6 +25,7 @@ _GROWTH_BYTES = 24 << 20  # less than this is the allocator's noise
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 _CO_OPTIMIZED = 1
 _HELD_LOOKS, _MOST_ITEMS = 4, 20_000
+_LARGE_BYTES = 1 << 20  # of a single tensor that may be one that grows
 _AGAIN = 1.25  # noted again when it has grown by so much more
 _MOST_NODES = 6000  # of a graph, counted
 
@@ -135,13 +137,23 @@ def held_in_frames(frame: FrameType | None) -> list[tuple[tuple[str, str, str], 
     found = []
     for owner, values in user_frames(frame):
         code = owner.f_code
+        file = os.path.abspath(code.co_filename)
         for name, value in values.items():
+            if isinstance(value, torch.Tensor) and value.dim() and value.nbytes >= _LARGE_BYTES:
+                found.append(((file, code.co_name, name), (len(value), value.nbytes), owner.f_lineno))
             for place, items in _containers(name, value):
-                held = [item.nbytes for item in items if hasattr(item, "nbytes")]
+                held = [size for item in items for size in _sizes(item)]
                 if len(held) >= 8:
-                    key = (os.path.abspath(code.co_filename), code.co_name, place)
-                    found.append((key, (len(held), sum(held)), owner.f_lineno))
+                    found.append(((file, code.co_name, place), (len(held), sum(held)), owner.f_lineno))
     return found
+
+
+def _sizes(item: Any) -> list[int]:
+    """Bytes of the tensors and arrays that an item is, or holds as a record does."""
+    if isinstance(item, (torch.Tensor, np.ndarray)):
+        return [item.nbytes]
+    parts = item.values() if type(item) is dict else item if type(item) in (tuple, list) else ()
+    return [part.nbytes for part in list(parts)[:8] if isinstance(part, (torch.Tensor, np.ndarray))]
 
 
 def _containers(name: str, value: Any) -> Iterator[tuple[str, list[Any]]]:
@@ -195,8 +207,16 @@ def _kept_in(name: str, value: Any, depth: int) -> list[tuple[str, int]]:
         return [(name, own), *_kept_in(name, graphs[-1], 2)] if own > 3 else inner
     module = sys.modules.get(type(value).__module__)
     file = getattr(module, "__file__", None) or ""
-    if depth < 2 and file and is_users_file(file) and hasattr(value, "__dict__") and not isinstance(value, torch.nn.Module):
-        return [row for key, item in list(vars(value).items())[:50] for row in _kept_in(f"{name}.{key}", item, depth + 1)]
+    if (
+        depth < 2
+        and file
+        and is_users_file(file)
+        and hasattr(value, "__dict__")
+        and not isinstance(value, torch.nn.Module)
+    ):
+        return [
+            row for key, item in list(vars(value).items())[:50] for row in _kept_in(f"{name}.{key}", item, depth + 1)
+        ]
     return []
 
 

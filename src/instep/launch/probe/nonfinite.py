@@ -103,6 +103,7 @@ def _note(recorder: Recorder, loss: torch.Tensor, site: int, history: list[float
         has_batch=any(reference() is not None for _, reference in _LATEST_BATCH),
         indices=_LATEST_INDICES[:64],
         parameters=_bad_parameters(),
+        halves=_are_halves(),
         operation=_describe(culprit) if culprit is not None else None,
         batches=recorder.batches,
     )
@@ -142,6 +143,11 @@ def _bad_leaves(batch: Iterable[tuple[str, torch.Tensor]], known_indices: Sequen
                 indices = [known_indices[row] for row in samples[:8]] if known else []
                 rows.append({"place": place, "samples": samples[:8], "indices": indices})
     return rows
+
+
+def _are_halves() -> bool:
+    """Whether the optimizer works on parameters in float16 themselves."""
+    return any(p.dtype is torch.float16 for wrapped in WRAPPERS.all for p in wrapped.parameters[:8])
 
 
 def _bad_parameters() -> list[str]:

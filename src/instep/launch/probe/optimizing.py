@@ -185,8 +185,8 @@ def _is_wrapped_anew(wrapped: Wrapped) -> bool:
 
 def _catch_next_forward(recorder: Recorder, wrapped: Wrapped) -> None:
     """For one call, notes the user's line that runs the inner model itself. The hook then takes itself off."""
-    model = wrapped.model()
-    if model is None or wrapped.catching or wrapped.caught >= 3:
+    inner: Any = wrapped.inner()  # the wrapper itself may be gone, when the script went on with what is inside
+    if inner is None or wrapped.catching or wrapped.caught >= 3:
         return
     wrapped.catching = True
     handles: list[Any] = []
@@ -199,7 +199,6 @@ def _catch_next_forward(recorder: Recorder, wrapped: Wrapped) -> None:
             wrapped.caught += 1
             recorder.log.note("inner-forward", wrapper=wrapped.number, site=recorder.sites.here(1))
 
-    inner = model.module
     for part in (inner, *list(inner.children())[:10]):
         handles.append(part.register_forward_pre_hook(hook))
 

@@ -33,6 +33,7 @@ class Wrapped:
         self.number, self.site = number, site
         self.model = weakref.ref(model)
         inner = model.module
+        self.inner = weakref.ref(inner)
         self.parameters = [p for p in inner.parameters() if p.requires_grad]
         self.ids = {id(p) for p in self.parameters}
         self.dtypes = [p.dtype for p in self.parameters]

@@ -51,7 +51,9 @@ def check(run: RunView) -> Iterator[Finding]:
         return
     _, view, event = min(found, key=lambda row: (row[2].step, row[0]))
     here = view.site(event["site"])
-    reason = explain(event, here, find_forward(view, event.time))
+    optimizers = view.named("optimizer")
+    made = view.site(optimizers[0]["site"]) if optimizers else None
+    reason = explain(event, here, find_forward(view, event.time), made)
     alone = len({one.rank for _, one, other in found if other.step == event.step}) == 1
     kept = view.named("replay-kept")
     yield Finding(
@@ -88,11 +90,19 @@ def find_forward(view: RankView, before: float) -> CallSite | None:
     return view.site(trained[-1].site) if trained else None
 
 
-def explain(event: Event, here: CallSite | None, called: CallSite | None = None) -> Reason:
-    """From what is proven by the values themselves to what the steps before suggest. called: the line of the forward."""
+def explain(
+    event: Event, here: CallSite | None, called: CallSite | None = None, made: CallSite | None = None
+) -> Reason:
+    """From what is proven by the values themselves to what the steps before suggest. called: the line of the forward;
+    made: that of the optimizer."""
     proven = _bad_batch(event, here) or _overflow(event, here)
     history = proven or diverged(event, here) or _grown(event, here)
-    return history or _bad_parameters(event, here) or _handed_over(event, called) or _operation_fault(event, here)
+    return (
+        history
+        or _bad_parameters(event, here, called, made)
+        or _handed_over(event, called)
+        or _operation_fault(event, here)
+    )
 
 
 def _bad_batch(event: Event, here: CallSite | None) -> Reason | None:
@@ -167,9 +177,21 @@ def _grown(event: Event, here: CallSite | None) -> Reason | None:
     )
 
 
-def _bad_parameters(event: Event, here: CallSite | None) -> Reason | None:
+def _bad_parameters(
+    event: Event, here: CallSite | None, called: CallSite | None, made: CallSite | None
+) -> Reason | None:
     if not event["parameters"]:
         return None
+    if event.get("halves"):
+        return Reason(
+            f"Parameters that are float16 themselves were not finite before this step: {', '.join(event['parameters'][:3])}, while the gradients were. "
+            "In float16 the small number that Adam adds below its fraction line (eps=1e-8) is 0, so an update divides by 0 where a gradient is 0.",
+            (
+                "keep the parameters in float32 and use torch.autocast for the forward, or make them bfloat16",
+                "or pass eps=1e-4 to the optimizer",
+            ),
+            made or called or here,
+        )
     return Reason(
         f"Parameters were not finite before this step: {', '.join(event['parameters'][:3])}. A gradient of the step before was not.",
         ("clip gradients, and look for a square root or norm whose derivative is infinite at 0",),

@@ -35,7 +35,8 @@ def check(run: RunView) -> Iterator[Finding]:
             continue
         used = view.site(events[0]["site"])
         context = view.site(events[-1]["no_sync_site"])
-        where = line_with(context, "no_sync", "no_backward_sync", "accumulate") or used
+        where = line_with(context or used, "no_sync", "no_backward_sync", "accumulate", "require_backward_grad_sync")
+        where = where or used
         local, steps = events[0]["local"], view.num_steps
         yield Finding(
             id="numbers/local-gradients",

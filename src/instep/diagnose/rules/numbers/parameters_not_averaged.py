@@ -67,7 +67,7 @@ def _finding(run: RunView, model: PlainModel, names: list[str]) -> Finding:
             view.cite(
                 f"{len(model.averages)} steps: gradients of {name_some(names)} used as the rank had computed them"
             ),
-            view.cite(f"equal on all ranks at the start, different after {step} steps"),
+            view.cite(f"equal on all ranks at the start, different after {step} step{'s' if step != 1 else ''}"),
         ),
         certainty="certain",
         where=where,

@@ -31,8 +31,10 @@ from instep.records.finding import CallSite, Finding
 _WORDS = {
     "subset": "the data set is split differently on each rank",
     "order": "the data set lists its samples in another order on each rank",
+    "samples": "the data set holds other samples on each rank",
     "seed": "the ranks' samplers have different seeds",
 }
+_KEYS = {"samples": "order"}  # where a fact stands in the event
 _SPLITS = (
     "random_split",
     "Subset",
@@ -60,6 +62,8 @@ def check(run: RunView) -> Iterator[Finding]:
             yield _finding(run, rows, find_split(key) or run.ranks[0].site(rows[0]["site"]), "subset")
         elif _reordered(rows):
             yield _finding(run, rows, find_split(key) or run.ranks[0].site(rows[0]["site"]), "order")
+        elif _others(rows):
+            yield _finding(run, rows, find_split(key) or run.ranks[0].site(rows[0]["site"]), "samples")
         elif rows[0].get("shuffles") and len({row["seed"] for row in rows}) > 1:
             yield _finding(run, rows, run.ranks[0].site(rows[0]["sampler_site"]), "seed")
 
@@ -73,6 +77,14 @@ def _reordered(rows: list[Event]) -> bool:
     )
 
 
+def _others(rows: list[Event]) -> bool:
+    """Data sets of one length on all ranks that list different samples."""
+    orders = [row.get("order") for row in rows]
+    known = [order for order in orders if order is not None and order[2:] == [1]]
+    same_length = len({row["length"] for row in rows}) == 1
+    return len(known) == len(rows) and len({order[1] for order in known}) > 1 and same_length
+
+
 def _finding(run: RunView, rows: list[Event], where: CallSite | None, what: str) -> Finding:
     word = _WORDS[what]
     return Finding(
@@ -84,7 +96,7 @@ def _finding(run: RunView, rows: list[Event], where: CallSite | None, what: str)
         if what != "seed"
         else (f"pass the same seed= on every rank at {short(where)}",),
         evidence=tuple(
-            view.cite(f"rank {view.rank}: {what} {row[what]}, {row['length']} samples")
+            view.cite(f"rank {view.rank}: {what} {row[_KEYS.get(what, what)]}, {row['length']} samples")
             for view, row in zip(run.ranks[:4], rows)
         ),
         certainty="certain",
