@@ -79,6 +79,7 @@ def read_parallel(value: object) -> Parallel:
         degree = getattr(parallel, axis)
         if degree is not None and (isinstance(degree, bool) or not isinstance(degree, int) or degree < 1):
             raise UsageError(f"Parallel({axis}={degree!r}): a degree is a whole number of at least 1, or None to fill.")
+    _check_options(parallel)
     if sum(getattr(parallel, axis) is None for axis in AXES) > 1:
         raise UsageError(f"{parallel.describe()}: only one degree may be None, the one that fills the rest.")
     if parallel.share_optimizer and (parallel.shard != 1 or parallel.average_every > 1):
@@ -99,17 +100,36 @@ def read_parallel(value: object) -> Parallel:
     return _read_pipeline(parallel)
 
 
+def _check_options(parallel: Parallel) -> None:
+    """Raises UsageError for values of other types."""
+    for name in ("gathered", "share_optimizer", "sequence"):
+        if not isinstance(value := getattr(parallel, name), bool):
+            raise UsageError(f"Parallel({name}={value!r}) has to be True or False.")
+    if not isinstance(parallel.split_loss, (bool, str)):
+        raise UsageError(
+            f"Parallel(split_loss={parallel.split_loss!r}) has to be True, False or the name of the model's last layer."
+        )
+    if parallel.plan is not None and not isinstance(parallel.plan, Mapping):
+        raise UsageError(
+            f"Parallel(plan={parallel.plan!r}) has to map names of modules to styles, as {{'layers.*.up': 'colwise'}}."
+        )
+
+
 def _read_written(text: str) -> Parallel | None:
-    """`shard=2,tensor=2`, or with x between as `describe` writes it; an axis without a number fills the rest. A pipeline's
-    `schedule=zbv` may stand there too, `cut=layers.4` once for each cut point, and `average_every=8`."""
+    """`shard=2,tensor=2`, or with x between as `describe` writes it; an axis without a number fills the rest. What else
+    Parallel takes may stand there, too: `schedule=zbv`, `cut=layers.4` once for each cut point, `average_every=8`,
+    `sequence`, `split_loss` or `split_loss=head`."""
     degrees: dict[str, int | None] = {}
-    words: dict[str, str] = {}
+    words: dict[str, str | bool] = {}
     cut: list[str] = []
     for part in re.split(r"\s*,\s*|\s+x\s+", text):
         axis = re.fullmatch(rf"({'|'.join(AXES)}|average_every)(?:=(\d+|None))?", part)
-        word = re.fullmatch(r"(schedule|cut)=([\w.]+)", part)
+        word = re.fullmatch(r"(schedule|cut|split_loss)=([\w.]+)", part)
+        flag = re.fullmatch(r"(sequence|split_loss)(?:=(True|true))?", part)
         if axis is not None:
             degrees[axis[1]] = None if axis[2] in (None, "None") else int(axis[2])
+        elif flag is not None:
+            words[flag[1]] = True
         elif word is None:
             return None
         elif word[1] == "cut":

@@ -25,10 +25,15 @@ def user_call_site() -> CallSite | None:
     return site
 
 
+def is_users(frame: FrameType) -> bool:
+    name = frame.f_code.co_filename
+    return not name.startswith((_OURS, _TORCH, "<")) and "/contextlib.py" not in name
+
+
 def _outside(frame: FrameType | None) -> CallSite | None:
     while frame is not None:
         name = frame.f_code.co_filename
-        if not name.startswith((_OURS, _TORCH, "<")) and "/contextlib.py" not in name:
+        if is_users(frame):
             return CallSite(name, frame.f_lineno, linecache.getline(name, frame.f_lineno).strip())
         frame = frame.f_back
     return None

@@ -34,6 +34,7 @@ from instep.train.peers import name_peers
 from instep.train.position import Position
 from instep.train.precision import LossScale, read_precision
 from instep.train.prepare import prepare_parts
+from instep.train.read_outside import explain_read
 from instep.train.slots import Slots, plan_slots
 from instep.train.step import Step
 from instep.train.techniques.block_options import read_block_options
@@ -215,6 +216,9 @@ class Run:
                 self._undo_deterministic()
             leave_world(world)
             self._world = None
+        told = explain_read(error, self._models) if error is not None else None
+        if told is not None:
+            raise told from error
         if kind is None and self._stop_asked:
             raise SystemExit(143)
 

@@ -53,11 +53,35 @@ def test_one_degree_fills_the_rest(value: Any, size: int, expected: tuple[int, i
         ),
         (Parallel(shard=0), 2, "Parallel(shard=0): a degree is a whole number of at least 1, or None to fill."),
         (Parallel(replicate=None, shard=None), 2, "only one degree may be None"),
+        (Parallel(tensor=2, sequence="yes"), 2, "Parallel(sequence='yes') has to be True or False."),  # type: ignore[arg-type]
+        (
+            Parallel(tensor=2, split_loss=1),  # type: ignore[arg-type]
+            2,
+            "Parallel(split_loss=1) has to be True, False or the name of the model's last layer.",
+        ),
+        (
+            Parallel(tensor=2, plan=["up"]),  # type: ignore[arg-type]
+            2,
+            "Parallel(plan=['up']) has to map names of modules to styles, as {'layers.*.up': 'colwise'}.",
+        ),
+        (
+            "tensor=2,sequenced",
+            2,
+            "parallel='tensor=2,sequenced' is not a way to split a model. Allowed: 'ddp', 'zero1'",
+        ),
+        ("shard=2,sequence", 2, "shard=2 has sequence=True, which is for layers that tensor= splits, and tensor is 1."),
     ],
 )
 def test_refuses_in_one_sentence(value: Any, size: int, text: str) -> None:
     with pytest.raises(instep.UsageError, match=re.escape(text)):
         fit(read_parallel(value), size)
+
+
+def test_options_of_the_tensor_axis_may_be_written_out() -> None:
+    assert read_parallel("tensor=2,sequence,split_loss=head") == Parallel(tensor=2, sequence=True, split_loss="head")
+    assert read_parallel("tensor=2,shard,sequence=true,split_loss") == Parallel(
+        tensor=2, shard=None, sequence=True, split_loss=True
+    )
 
 
 def test_finds_the_repeated_blocks() -> None:

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from instep.errors import UsageError
 from instep.train.arguments import Arguments
 from instep.train.checkpoint.pieces import local_pieces
+from instep.train.read_outside import watch_reads
 from instep.train.reduce.local_part import as_whole
 from instep.train.techniques.blocks import find_blocks
 
@@ -33,6 +34,7 @@ def shard_parameters(
     for module in sharded_modules(model):
         module.set_gradient_divide_factor(1.0)  # sums; the mean over items is taken once, at the update
         module.set_force_sum_reduction_for_comms(True)  # gloo cannot multiply on the way
+    watch_reads(model)
 
 
 def check_shardable(arguments: Arguments) -> None:
