@@ -151,7 +151,7 @@ def fail(rank: int, size: int, where: str) -> None:
         raise ValueError("labels out of range")
 
     with instep.Run(global_batch=16, micro_batch=2, parallel=Pipe()) as run:
-        model = deep()
+        model: Any = deep()
         run.prepare(model, adam(model))
         for step in run.steps(run.loader(data(43)), epochs=1):
             if step.index == 1 and where == "forward":

@@ -19,7 +19,7 @@ from instep.train.slots import Slots
 from instep.train.techniques.block_options import BlockOptions
 from instep.train.techniques.pipeline.carry import for_split_backward, pack
 from instep.train.techniques.pipeline.generators import NUMPY, PYTHON, TORCH, find_drawn, read_states, write_states
-from instep.train.techniques.pipeline.last_stage import Result
+from instep.train.techniques.pipeline.job import Result
 from instep.train.techniques.pipeline.lockstep import Passes, plan_passes
 from instep.train.techniques.pipeline.schedule import busy_share, choose_schedule, place_stages
 from instep.train.techniques.pipeline.share_out import advise_on_slots, check_pipeline

@@ -3,37 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from instep.train.forward_backward import read_loss
-
-if TYPE_CHECKING:
-    from instep.train.techniques.pipeline.pipeline import Job
-
-
-@dataclass
-class Result:
-    """Of one micro-batch. given: the weight came from the script."""
-
-    weight: float = 0.0
-    loss: Any = 0.0  # a tensor where it was computed, so that nothing waits for it while the schedule runs
-    given: bool = False
-
-    @property
-    def weighted_loss(self) -> float:
-        return float(self.loss) * self.weight if self.weight else 0.0
-
-    def numbers(self) -> list[float]:
-        return [self.weight, float(self.loss), float(self.given)]
-
-    @staticmethod
-    def of(numbers: Sequence[float]) -> Result:
-        weight, loss, given = numbers
-        return Result(weight, loss, bool(given))
+from instep.train.techniques.pipeline.job import Job, Result
 
 
 def weigh_loss(found: Any, job: Job, roots: Callable[[], Sequence[Tensor]]) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
@@ -23,44 +23,18 @@ from instep.train.techniques.pipeline.carry import for_split_backward, pack, wit
 from instep.train.techniques.pipeline.cut import Cuts
 from instep.train.techniques.pipeline.evaluate_stages import evaluate_stages
 from instep.train.techniques.pipeline.generators import write_states
-from instep.train.techniques.pipeline.last_stage import Result, weigh_loss
+from instep.train.techniques.pipeline.job import Call, Job, Result
+from instep.train.techniques.pipeline.last_stage import weigh_loss
 from instep.train.techniques.pipeline.pieces import Pieces
 from instep.train.techniques.pipeline.schedule import StageModule, build_schedule, choose_schedule, place_stages
 from instep.train.techniques.pipeline.stage_times import LOSS, StageClock
-from instep.train.techniques.pipeline.trace import Carried, Plan, StageRun, Tracer, run_stage
+from instep.train.techniques.pipeline.trace import Plan, StageRun, Tracer, run_stage
 from instep.train.world import World
 
 if TYPE_CHECKING:
     from instep.train.techniques.pipeline.shard_stages import ShardedStages
 
 MOST_SCHEDULES = 4  # kept, with the memory that they receive in
-
-
-@dataclass(frozen=True)
-class Call:
-    """A micro-batch, and what the model and the loss get of it."""
-
-    batch: Any
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    targets: Any
-
-
-@dataclass
-class Job:
-    """One micro-batch of a pass."""
-
-    plan: Plan
-    call: Call
-    begin: Callable[[], None]  # sets random generators and buffers for this micro-batch
-    end: Callable[[], None]
-    discard: Callable[[], None]  # in the place of `end` where buffers have to stay as they were
-    read_weight: Callable[[Any, Any], tuple[float, float]]  # (loss, weight) -> the weight, and the factor of the loss
-    result: Result = field(default_factory=Result)
-
-    def repeated(self) -> Job:
-        """Once more, adding nothing."""
-        return replace(self, end=self.discard, read_weight=lambda _loss, _weight: (0.0, 0.0), result=Result())
 
 
 @dataclass(frozen=True)
@@ -299,6 +273,3 @@ def _places(model: nn.Module, cuts: Cuts, stage: int) -> list[tuple[nn.Module, s
             if parameter is not None and cuts.stages[f"{prefix}.{name}".lstrip(".")] == stage:
                 found.setdefault(id(parameter), (module, name))
     return list(found.values())
-
-
-__all__ = ["Call", "Carried", "Job", "Pipeline", "Result"]

@@ -17,7 +17,8 @@ from torch import Tensor
 from instep.errors import UsageError
 from instep.train import seeds
 from instep.train.rows import AllRows, call_fn, statistics_kept
-from instep.train.techniques.pipeline.pipeline import Call, Job, Pipeline
+from instep.train.techniques.pipeline.job import Call, Job
+from instep.train.techniques.pipeline.pipeline import Pipeline
 from instep.train.techniques.pipeline.trace import Plan
 from instep.train.techniques.pipeline.train_pass import run_schedules
 

@@ -11,7 +11,8 @@ from instep.train import seeds
 from instep.train.forward_backward import take_apart
 from instep.train.reduce.stage_reducer import StageReducer
 from instep.train.reduce.stage_shard_reducer import StageShardReducer
-from instep.train.techniques.pipeline.pipeline import Call, Job, Pipeline, Result
+from instep.train.techniques.pipeline.job import Call, Job, Result
+from instep.train.techniques.pipeline.pipeline import Pipeline
 from instep.train.techniques.pipeline.stage_times import advise_on_cut
 from instep.train.techniques.pipeline.trace import Plan
 
