@@ -22,7 +22,8 @@ class Parallel:
     """replicate: copies of the model; shard: ranks that share its parameters; tensor: ranks that share each layer;
     pipeline: ranks that share the depth. One may be left to fill the rest (None).
 
-    gathered: parameters stay whole between forward and backward, which saves a gather and costs their memory (zero2).
+    gathered: parameters stay whole between forward and backward, which saves a gather and costs their memory (zero2); in a
+    pipeline, during a step.
     share_optimizer: copies share the optimizer's state out, and each steps a part of the parameters (zero1).
     plan: how layers are split along the tensor axis, by name; None takes the model's own or what is recognised.
     sequence: between split layers each rank holds a stretch of every sequence.

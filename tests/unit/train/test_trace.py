@@ -76,7 +76,8 @@ class Reads(Model):
     def __init__(self) -> None:
         super().__init__()
         self.positions = nn.Embedding(5, 4)
-        self.blocks = self._modules.pop("blocks")  # registered after, as forward uses them
+        blocks: Any = self._modules.pop("blocks")
+        self.blocks = blocks  # registered after, as forward uses them
         self.norm, self.head = self._modules.pop("norm"), self._modules.pop("head")
 
     def forward(self, tokens: Tensor) -> dict[str, Tensor]:
