@@ -14,7 +14,9 @@ from torch.optim import lr_scheduler
 from torch.utils.data import Dataset, Subset, TensorDataset
 
 from instep.diagnose.nonfinite_source import find_operation, imported_files
+from instep.diagnose.parameter_writes import find_write
 from instep.diagnose.rules.numbers.sum_not_mean import _factors
+from instep.diagnose.rules.speed.collectives_each_step import _is_needed
 from instep.diagnose.slices import definitions
 from instep.diagnose.source import Source, load
 from instep.launch.probe import holders
@@ -172,6 +174,34 @@ def test_what_a_source_divides_by(tmp_path: Path) -> None:
     text = "p.grad /= size\nloss = total / count\np.grad.div_(dist.get_world_size())\n"
     found = set(_factors(source_of(text, tmp_path / "s.py")))
     assert {"size", "count", "dist.get_world_size()"} <= found
+
+
+@pytest.mark.parametrize(
+    ("line", "needed"),
+    [
+        ("dist.all_gather(parts, embeddings)", True),
+        ("dist.all_gather_object(rows, outputs)", False),
+        ("dist.all_reduce(value)", False),
+        ("dist.barrier()", False),
+    ],
+)
+def test_exchanges_of_tensors_are_a_part_of_the_computation(line: str, needed: bool) -> None:
+    assert _is_needed(line) is needed
+
+
+def test_writes_to_parameters_are_told_from_first_values_and_copies(tmp_path: Path) -> None:
+    text = """
+def build():
+    layer.weight.data.normal_()
+    return DDP(layer)
+
+def revive(layer, dead):
+    ema.weight.data.copy_(layer.weight)
+    layer.weight[dead] = 0.1
+"""
+    source = source_of(text, tmp_path / "train.py")
+    found = find_write(CallSite(source.path, 4, "return DDP(layer)"))
+    assert found is not None and found.source == "layer.weight[dead] = 0.1"
 
 
 def test_a_stand_in_is_no_schedule() -> None:

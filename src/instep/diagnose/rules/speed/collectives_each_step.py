@@ -31,6 +31,7 @@ from instep.records.finding import CallSite, Finding
 MIN_PER_STEP = 0.9  # calls
 MIN_SHARE = 0.2  # of the time, on the rank that waits least
 MIN_SECONDS = 1.0  # in all: less is not worth a word
+_EXCHANGES = ("gather", "scatter", "all_to_all", "broadcast", "send", "recv")
 SEVERAL = 1.9  # calls per step: one may be needed in each, as for the number of targets
 MANY = 16  # calls of one line per step that can be joined in one
 
@@ -56,10 +57,15 @@ def _each_step(view: RankView, steps: int, averages: set[CallSite | None]) -> li
     """Lines that can do without: those that join something small several times in a step, barriers, and objects, which
     are pickled; of gradients that the script averages itself when there are very many of them."""
     rows = [cost for cost in costs_of(view, "collectives") if cost.calls >= MIN_PER_STEP * steps]
-    others = [cost for cost in rows if cost.site not in averages]
+    others = [cost for cost in rows if cost.site not in averages and not _is_needed(cost.site.source)]
     dear = [cost for cost in others if any(word in cost.site.source for word in ("barrier", "_object"))]
     small = others if sum(cost.calls for cost in others) >= SEVERAL * steps else dear
     return [*small, *(cost for cost in rows if cost.site in averages and cost.calls >= MANY * steps)]
+
+
+def _is_needed(source: str) -> bool:
+    """Whether a line exchanges tensors that most likely are a part of the computation, as embeddings that a loss compares."""
+    return "_object" not in source and any(word in source for word in _EXCHANGES)
 
 
 def _finding(
