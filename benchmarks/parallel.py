@@ -1,6 +1,6 @@
-"""Step time and memory of each split: a GPT of 50 M parameters on 2 and on 4 processes, beside hand-written FSDP2.
+"""Step time and memory of each split: a GPT of 50 M parameters on 2 and on 4 processes, beside the same written by hand.
 
-    python benchmarks/parallel.py                          # all splits; about twenty minutes
+    python benchmarks/parallel.py                          # all splits; about twenty-five minutes
     python benchmarks/parallel.py --splits zero3 --ranks 2 --rounds 4
 
 All variants of a split train in the same processes, in turn, on the same samples from the same weights; the losses of
@@ -24,14 +24,20 @@ from intervals import paired_ratio, summarise
 from links import run_ranks
 from page import load_before, write_page
 
+# For times: glibc keeps what is freed. Else it depends on the order in which variants were made whether one gets its memory
+# back as fresh pages, step after step, which costs up to a tenth of one.
+KEEPS_MEMORY = {"MALLOC_TRIM_THRESHOLD_": str(4 << 30), "MALLOC_MMAP_THRESHOLD_": str(32 << 20)}
 SAME = 1e-3  # largest relative difference of a loss that is put down to the order of sums
 NOTE = """GPT of 49.6 M parameters, 2 sequences of 64 tokens per rank and step, AdamW (fused), 1 thread per process, gloo.
-by hand: DistributedDataParallel or FSDP2 as their tutorials have them, each block a unit, with a fused optimizer.
+by hand: as the tutorials have it, with a fused optimizer: DistributedDataParallel, ZeroRedundancyOptimizer over it (zero1),
+FSDP2 with each block a unit, parallelize_module with the plan that instep gets, 1F1B over equally many blocks per stage.
 instep, gloo: with INSTEP_SHARED_MEMORY=off, through the same sockets as by hand (gradients of shards by all-to-all).
 time over by hand: of a block of steps of the variant over that by hand just before or after; below 1 is faster.
-Intervals: bootstrap over rounds. memory: the most that a process had in two steps, once training had settled, over what
-it had before its model, the largest over ranks; shared: the rank's part of memory that ranks map together, on top.
-hybrid: 2 copies of 2 shards. recomputed: every block runs a second time in backward.
+Intervals: bootstrap over rounds. For times, glibc keeps freed memory in all variants alike. memory: the most that a process
+had in two steps, once training had settled, over what it had before its model, the largest over ranks; shared: the rank's
+part of memory that ranks map together, on top.
+hybrid: 2 copies of 2 shards. shard x tensor: 2 shards of halves of each layer. recomputed: every block runs a second time in
+backward. tensor: all ranks take the whole batch. pipeline: each sequence is a micro-batch, instep chooses the cut.
 DeepSpeed is not compared: 0.19.8 installs on the CPU from source, without its compiled operators, but its first step of
 ZeRO-3 on 2 processes had not ended after 200 s."""
 
@@ -76,7 +82,7 @@ def launch(split: str, size: int, *words: object) -> dict[str, Any]:
         result = Path(scratch, "measured.json")
         options = [*words, "--splits", split, "--worker", result, "--dir", f"{scratch}/run"]
         command = [sys.executable, __file__, *map(str, options)]
-        with environment(ENVIRONMENT if "--memory" in words else {}):
+        with environment(ENVIRONMENT if "--memory" in words else KEEPS_MEMORY):
             run_ranks(command, size, None, f"{scratch}/log.txt", timeout_seconds=1800)
         return json.loads(result.read_text())
 

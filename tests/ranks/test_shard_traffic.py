@@ -13,6 +13,7 @@ from torch.distributed.fsdp import fully_shard
 
 from instep.train.reduce.shard_traffic import PiecewiseScatter, SharedGather, SharedRegions, SharedScatter
 from instep.train.reduce.shared_memory import SharedSum
+from instep.train.reduce.spread import CHUNK_BYTES, GroupSpread, SharedSpread, choose_spread
 from instep.train.world import World
 from run_ranks import run_ranks
 
@@ -106,3 +107,37 @@ def many_sizes(rank: int, size: int) -> list[bool]:
 
 def test_memory_is_mapped_for_few_sizes_only() -> None:
     assert run_ranks(many_sizes, 2) == [[True] * 16 + [False] * 2] * 2
+
+
+def owned_by(size: int, seed: int) -> list[list[Tensor]]:
+    """Small and large, of several types, one not contiguous, more than a chunk of one owner, and an owner of nothing."""
+    source = torch.Generator().manual_seed(seed)
+    numel = CHUNK_BYTES // 4 + 1000
+    first = [torch.randn(numel, generator=source), torch.randn(3, generator=source).double(), torch.tensor(float(seed))]
+    second = [torch.randn(2, 3, 40, 300, generator=source).to(memory_format=torch.channels_last)]
+    return [first, [*second, torch.randint(9, (7,), generator=source)], *([] for _ in range(size - 2))]
+
+
+def spread_both_ways(rank: int, size: int) -> list[tuple[str, bool]]:
+    world = world_of(rank, size)
+    waits = SharedSum(dist.group.WORLD, world)
+    by_group, found = GroupSpread(world), []
+    for name, spread in (("shared", SharedSpread(waits, by_group)), ("group", by_group)):
+        for seed in (1, 2):  # the second time in memory that has been used
+            expected, mine = owned_by(size, seed), owned_by(size, seed)
+            for owner, tensors in enumerate(mine):
+                for tensor in tensors if owner != rank else ():
+                    tensor.zero_()
+            spread(mine, "a test")
+            same = [torch.equal(a, b) for some, others in zip(mine, expected) for a, b in zip(some, others)]
+            found.append((f"{name} {seed}", all(same) and len(same) == 5))
+    found.append(("choice", isinstance(choose_spread(waits, world), SharedSpread)))
+    dist.barrier()
+    waits.close()
+    return found
+
+
+def test_what_one_rank_owns_comes_to_all() -> None:
+    for found in run_ranks(spread_both_ways, 3):
+        assert [name for name, is_right in found if not is_right] == []
+        assert len(found) == 5
