@@ -33,6 +33,7 @@ class NodePairs:
         self.run_dir: RunDir = nodes.run_dir
         self.counts: dict[int, dict[int, Counts]] = {}
         self.looks = 0
+        self._newest: dict[int, int] = {}  # step of each rank that is known here
         self._told: dict[int, int] = {}  # newest step of each rank of ours that has been read
         self._kept: deque[dict[int, Page]] = deque(maxlen=int(KEPT_SECONDS / EVERY_SECONDS))
         self._next_at = 0.0
@@ -43,7 +44,7 @@ class NodePairs:
 
     def _note_counts(self, peer: Peer, message: Message) -> None:
         for rank, rows in message["ranks"]:
-            if int(rank) in peer.ranks and self.nodes.is_first:
+            if rows and int(rank) in peer.ranks and self.nodes.is_first:
                 self._add(int(rank), [(int(step), int(calls), int(turns)) for step, calls, turns in rows])
 
     def _note_wanted(self, _: Peer, message: Message) -> None:
@@ -51,8 +52,10 @@ class NodePairs:
 
     def _add(self, rank: int, rows: list[tuple[int, int, int]]) -> None:
         table = self.counts.setdefault(rank, {})
-        if rows and rows[0][0] in table:
-            table.clear()  # the rank has begun anew
+        if rows[0][0] <= self._newest.get(rank, 0):  # the rank has begun anew
+            table.clear()
+            self._next_step = 1
+        self._newest[rank] = rows[-1][0]
         table.update({step: (calls, turns) for step, calls, turns in rows})
         for step in list(table)[: max(0, len(table) - _MOST_STEPS)]:
             del table[step]
@@ -91,7 +94,15 @@ class NodePairs:
             self._asked = step, now
             self._write(step)
             self.nodes.send({"do": "keep-pages", "step": step})
+        elif step is None and len(self.counts) == self.nodes.world_size:
+            self._forget_until(min(self._newest.values()))
         return False
+
+    def _forget_until(self, last: int) -> None:
+        """Steps that have been compared: with many ranks going through all of them again would take too long."""
+        for table in self.counts.values():
+            for step in [step for step in table if step <= last]:
+                del table[step]
 
     def _await_pages(self, now: float) -> bool:
         step, since = self._asked or (0, now)
