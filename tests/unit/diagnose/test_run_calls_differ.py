@@ -48,3 +48,11 @@ def test_the_title_is_not_that_of_the_echo(tmp_path: Path) -> None:
 def test_ranks_at_the_same_line_have_no_odd_one(tmp_path: Path) -> None:
     [finding] = check(run_of(tmp_path, 3, 3))
     assert finding.ranks == () and "different arguments" in finding.cause
+
+
+def test_one_that_tells_alone_is_enough_where_its_call_stands_under_a_condition_on_the_rank(tmp_path: Path) -> None:
+    run = run_of(tmp_path, 5, 3)
+    run.ranks[1].error = None
+    [finding] = check(run)
+    assert finding.ranks == (0,)
+    assert finding.cause.startswith("`if step.index == 6 and run.is_main:`")

@@ -22,6 +22,7 @@ from typing import Any
 
 from instep.diagnose.branches import Fork, compare
 from instep.diagnose.frames import frame_of
+from instep.diagnose.missing import explain_on_rank
 from instep.diagnose.naming import short
 from instep.diagnose.rank_view import Position, RankView
 from instep.diagnose.run_view import RunView
@@ -66,7 +67,14 @@ def _find_fork(run: RunView, told: dict[int, dict[str, Any]]) -> Fork | None:
     """Where the ways of two ranks part, by the stacks of what they raised."""
     positions = [_position(run, rank, error) for rank, error in sorted(told.items())]
     pairs = ((one, two) for index, one in enumerate(positions) for two in positions[index + 1 :])
-    return next((fork for one, two in pairs if (fork := compare(one, two)) is not None), None)
+    fork = next((fork for one, two in pairs if (fork := compare(one, two)) is not None), None)
+    return fork or next((fork for one in positions if (fork := _on_rank(one)) is not None), None)
+
+
+def _on_rank(position: Position) -> Fork | None:
+    """Where the others had no time to tell: a condition on the rank that led one to its call."""
+    found = next((one for frame in position.frames if (one := explain_on_rank(frame)) is not None), None)
+    return Fork("rank-branch", position.rank, -1, *found) if found is not None else None
 
 
 def _position(run: RunView, rank: int, error: dict[str, Any]) -> Position:
