@@ -62,12 +62,12 @@ class Heads(Split):
     def _enter(self, inputs: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         """Each different input once."""
         dim = None if self.sequence_dim is None else 1
-        query, key, value = inputs
-        entered = {id(query): enter(query, self.mesh, dim)}
-        for x in (key, value):
-            if id(x) not in entered:
-                entered[id(x)] = enter(x, self.mesh, None if self.memory_is_whole else dim)
-        return entered[id(query)], entered[id(key)], entered[id(value)]
+        memory_dim = None if self.memory_is_whole else dim
+        query = enter(inputs[0], self.mesh, dim)
+        key = query if inputs[1] is inputs[0] else enter(inputs[1], self.mesh, memory_dim)
+        if inputs[2] is inputs[0] or inputs[2] is inputs[1]:
+            return query, key, query if inputs[2] is inputs[0] else key
+        return query, key, enter(inputs[2], self.mesh, memory_dim)
 
     def _own_heads(self, mask: Tensor) -> Tensor:
         count = mask.shape[1] // self.region.size
@@ -92,7 +92,7 @@ class Heads(Split):
 
     def _split(self, module: nn.MultiheadAttention, x: Tensor) -> Tensor:
         """(batch, length, share) -> (batch, own heads, length, width of a head)"""
-        return x.unflatten(-1, (-1, module.head_dim)).transpose(1, 2)
+        return x.view(*x.shape[:-1], -1, module.head_dim).transpose(1, 2)
 
     def __repr__(self) -> str:
         return "Heads()"
