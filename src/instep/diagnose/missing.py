@@ -92,6 +92,12 @@ def _explain_extra(mispairing: Mispairing, view: RankView) -> tuple[CallSite | N
     if on_rank is not None:
         return on_rank
     condition = next((node for node, _ in conditions_of(source, site.line)), None)
+    grown = _find_growth(source, site.line) if condition is None else None
+    if grown is not None:
+        return (
+            grown,
+            f"{short(site)} runs once per entry of what its loop goes over, and {short(grown)} adds one only sometimes.",
+        )
     if condition is None:
         return site, f"{short(site)} was reached once more than usual."
     where = site if source.depends_on_rank(condition.test) else source.site(condition)  # type: ignore[attr-defined]
@@ -192,17 +198,21 @@ def _explain_not_reached(operation: str, site: CallSite) -> tuple[CallSite, str]
             handler,
             f"An exception before {operation} at {short(site)} is caught at {short(handler)}, and the rank goes on without it.",
         )
-    for loop in source.loops_at(site.line):
-        iterated = getattr(loop, "iter", None)
-        grown = (
-            find_conditional_growth(source, iterated, source.function_at(site.line)) if iterated is not None else None
-        )
-        if grown is not None:
-            return (
-                grown,
-                f"{operation} at {short(site)} runs once per entry of what the loop goes over, and {short(grown)} adds an entry only sometimes.",
-            )
+    grown = _find_growth(source, site.line)
+    if grown is not None:
+        once = f"{operation} at {short(site)} runs once per entry of what the loop goes over"
+        return grown, f"{once}, and {short(grown)} adds an entry only sometimes."
     return site, ""
+
+
+def _find_growth(source: Source, line: int) -> CallSite | None:
+    """The condition under which what a loop around the line goes over gets one more entry."""
+    for loop in source.loops_at(line):
+        iterated = getattr(loop, "iter", None)
+        grown = find_conditional_growth(source, iterated, source.function_at(line)) if iterated is not None else None
+        if grown is not None:
+            return grown
+    return None
 
 
 def find_conditional_growth(source: Source, expression: ast.AST, function: Function) -> CallSite | None:
