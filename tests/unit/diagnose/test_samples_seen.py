@@ -13,10 +13,12 @@ from torch import nn
 from torch.optim import lr_scheduler
 from torch.utils.data import Dataset, Subset, TensorDataset
 
+from instep.diagnose.engine import judge
 from instep.diagnose.nonfinite_source import find_operation, imported_files
 from instep.diagnose.parameter_writes import find_write
 from instep.diagnose.rules.numbers.sum_not_mean import _factors
 from instep.diagnose.rules.speed.collectives_each_step import _is_needed
+from instep.diagnose.run_view import RunView
 from instep.diagnose.slices import definitions
 from instep.diagnose.source import Source, load
 from instep.launch.probe import holders
@@ -202,6 +204,11 @@ def revive(layer, dead):
     source = source_of(text, tmp_path / "train.py")
     found = find_write(CallSite(source.path, 4, "return DDP(layer)"))
     assert found is not None and found.source == "layer.weight[dead] = 0.1"
+
+
+def test_no_rule_fails_on_a_run_that_left_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert judge(RunView(tmp_path, ())) == []
+    assert capsys.readouterr().err == ""
 
 
 def test_a_stand_in_is_no_schedule() -> None:

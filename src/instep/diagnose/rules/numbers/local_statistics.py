@@ -38,7 +38,7 @@ MIN_DISTANCE = 0.25  # of means, in standard deviations: differences of chance b
 
 
 def check(run: RunView) -> Iterator[Finding]:
-    if not run.is_whole:
+    if not run.is_whole or not run.ranks:
         return
     for wrapper in wraps(run.ranks[0]):
         members = same_group(run, wrapper)

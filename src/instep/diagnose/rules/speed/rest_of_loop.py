@@ -32,7 +32,7 @@ MIN_SECONDS = 1.5
 
 def check(run: RunView) -> Iterator[Finding]:
     found = [(view, shares) for view in run.ranks if (shares := measure_shares(view)) is not None]
-    if not run.is_whole or len(found) < len(run.ranks) or not all(wraps(view) for view in run.ranks):
+    if not run.is_whole or not found or len(found) < len(run.ranks) or not all(wraps(view) for view in run.ranks):
         return
     rests = [rest_of(shares) for _, shares in found]
     least = min(rest / max(1e-9, usual_own(shares)) for rest, (_, shares) in zip(rests, found))
