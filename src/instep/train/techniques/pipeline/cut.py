@@ -18,7 +18,9 @@ from torch import nn
 from instep.errors import UsageError
 
 ALLOWED_MOST = 12  # candidates to show in a message
-MEMORY_WEIGHT = 0.25  # of a parameter's memory beside its work: the slowest stage sets the pace, the fullest one only has to fit
+MEMORY_WEIGHT = (
+    0.25  # of a parameter's memory beside its work: the slowest stage sets the pace, the fullest one only has to fit
+)
 
 
 @dataclass(frozen=True)

@@ -60,10 +60,13 @@ class ShardedStages:
         held = [(stage, module) for stage, module in pipeline.held_modules() if _is_sharded_here(module)]
         self._stages = [stage for stage, _ in held]
         self._units: Sequence[Any] = [module for _, module in held]
-        parts = [local_part(parameter) for unit in self._units for parameter in unit.parameters()]
-        self.whole_bytes = sum(part.numel() * part.element_size() for part in parts)  # of this rank's stages
+        self.whole_bytes = sum(_count_bytes(unit) for unit in self._units)  # of this rank's stages
+        self.block_bytes = 0  # of the largest part that is gathered at once
         for unit in self._units:
-            for module in [*find_blocks(unit), unit]:
+            blocks = find_blocks(unit)
+            sizes = [_count_bytes(block) for block in blocks]
+            self.block_bytes = max(self.block_bytes, _count_bytes(unit) - sum(sizes), *sizes)
+            for module in [*blocks, unit]:
                 fully_shard(module, mesh=mesh, reshard_after_forward=True, offload_policy=policy)
         for module in self._modules():
             module.set_gradient_divide_factor(1.0)  # sums; the mean over items is taken once, at the update
@@ -152,6 +155,12 @@ class ShardedStages:
 
 def _is_sharded_here(module: nn.Module) -> bool:
     return any(not is_absent(parameter) for parameter in module.parameters())
+
+
+def _count_bytes(module: nn.Module) -> int:
+    """Of a module's parameters on this rank, whole."""
+    parts = [local_part(parameter) for parameter in module.parameters()]
+    return sum(part.numel() * part.element_size() for part in parts)
 
 
 def _whole_parameters(modules: Sequence[Any]) -> Iterator[nn.Parameter]:

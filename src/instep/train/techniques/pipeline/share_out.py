@@ -144,13 +144,16 @@ def shard_stages(
     for module, name, before in places:  # its other names, in modules that run on other ranks
         module._parameters[name] = sharded.get(id(before), before)
     pipeline.tied = tuple(replace(tied, parameter=sharded[id(tied.parameter)]) for tied in pipeline.tied)
-    return _choose_gathered(pipeline.sharded, split.schedule) if splits_backward and not split.gathered else None
+    return None if split.gathered else _choose_gathered(pipeline.sharded, split.schedule)
 
 
 def _choose_gathered(sharded: ShardedStages, schedule: str) -> Choice:
-    whole = format_bytes(sharded.whole_bytes)
-    reason = f"{schedule!r} takes backward apart, so a rank's stages stay whole during a step: {whole} on this rank"
-    return Choice("gathered", True, reason, "Parallel(schedule='1f1b')")
+    whole, block = format_bytes(sharded.whole_bytes), format_bytes(sharded.block_bytes)
+    if sharded.stays_whole:
+        reason = f"{schedule!r} takes backward apart, so the stages of this rank, {whole}, stay whole during a step"
+        return Choice("gathered", True, reason, "Parallel(schedule='1f1b')")
+    reason = f"one block of {block} at most is whole at a time, for two gathers of each per micro-batch; True gathers {whole} once a step"
+    return Choice("gathered", False, reason, "Parallel(gathered=True)")
 
 
 def _check_units(model: nn.Module, cuts: Cuts, ranks: Sequence[int]) -> None:
