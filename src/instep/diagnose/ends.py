@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from dataclasses import dataclass
+from typing import Any
 
 from instep.diagnose.branches import conditions_of, find_handler, likeliest, ways_out
 from instep.diagnose.frames import Frame
@@ -30,16 +31,24 @@ def find_broken_off(run: RunView) -> list[BrokenOff]:
     catches all errors and ends well."""
     failed = [view for view in run.ranks if view.failure is not None and view.echoes]
     if failed or any(view.failure is not None for view in run.ranks):
-        told = [(view, (view.failure or {}).get("error") or {}) for view in failed]
-        return [
-            BrokenOff(one, (one.error or {})["message"], one.main_frames, error.get("time", 0.0)) for one, error in told
-        ]
+        return [BrokenOff(view, (view.error or {})["message"], view.main_frames, _failed_at(view)) for view in failed]
     found = [(view, view.last("raised")) for view in run.ranks if view.page is not None]
     return [
         BrokenOff(view, event["message"], _frame_at(view, event), view.page.by_wall_clock(event.time))  # type: ignore[union-attr]
         for view, event in found
-        if event is not None and ECHO.search(event["message"]) and view.num_steps == event.step
+        if event is not None and ECHO.search(event["message"]) and not _went_on(view, event.time)
     ]
+
+
+def _failed_at(view: RankView) -> float:
+    error: dict[str, Any] = (view.failure or {}).get("error") or {}
+    return float(error.get("time", 0.0))
+
+
+def _went_on(view: RankView, time: float) -> bool:
+    """Whether the rank did more than to come to its end."""
+    later = (mark for mark in view.marks if mark.when > time and mark.kind.startswith("enter"))
+    return any(mark.operation != "destroy_process_group" for mark in later)
 
 
 def _frame_at(view: RankView, event: Event) -> tuple[Frame, ...]:

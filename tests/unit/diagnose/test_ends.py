@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 
 from instep.diagnose.branches import compare
-from instep.diagnose.ends import deciding_exit, find_way_out
+from instep.diagnose.ends import deciding_exit, find_broken_off, find_way_out
 from instep.diagnose.frames import Frame
 from instep.diagnose.rank_view import Position
+from instep.records.event import Event
 from instep.records.finding import CallSite
 
 WORKER = """
@@ -120,3 +121,30 @@ def test_a_condition_on_the_rank_inside_a_call_comes_before_another_around_it(tm
     fork = compare(outside, inside) if turned else compare(inside, outside)
     assert fork is not None
     assert (fork.kind, fork.inside, fork.where.source) == ("rank-branch", 0, "if self.rank != 0:")
+
+
+def rank(number: int, message: str | None, *later: str) -> Any:
+    event = message and SimpleNamespace(time=5.0, step=3, facts={"message": message, "site": 1})
+    marks = [SimpleNamespace(when=6.0 + i, kind="enter-collective", operation=one) for i, one in enumerate(later)]
+    page = SimpleNamespace(by_wall_clock=lambda when: when)
+    site = CallSite("train.py", 8, "loss.backward()")
+    return SimpleNamespace(
+        rank=number,
+        failure=None,
+        echoes=False,
+        page=page,
+        marks=marks,
+        last=lambda name: event and Event("raised", event.time, event.step, event.facts),
+        site=lambda given: site,
+    )
+
+
+def test_an_error_that_the_whole_script_swallows_breaks_a_rank_off() -> None:
+    run: Any = SimpleNamespace(ranks=(rank(0, "Connection closed by peer", "destroy_process_group"), rank(1, None)))
+    [off] = find_broken_off(run)
+    assert (off.view.rank, off.frames[0].line, off.when) == (0, 8, 5.0)
+
+
+def test_a_rank_that_went_on_after_it_was_not_broken_off() -> None:
+    run: Any = SimpleNamespace(ranks=(rank(0, "Timed out waiting", "all_reduce"), rank(1, None)))
+    assert find_broken_off(run) == []

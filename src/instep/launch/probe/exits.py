@@ -112,7 +112,7 @@ def _note_line(recorder: Recorder, frame: FrameType, code: Any) -> None:
 
 def _note_exit_at(recorder: Recorder, file: str, line: int, code: Any) -> None:
     text = linecache.getline(file, line).strip()
-    words = {"code": code if isinstance(code, int) else int(code is not None)}
+    words: dict[str, Any] = {"code": code if isinstance(code, int) else int(code is not None)}
     if isinstance(code, str):
         words["message"] = code[:_MOST_TEXT]
     recorder.log.note("exit-called", file=os.path.abspath(file), line=line, source=text, **words)

@@ -35,6 +35,9 @@ def check(run: RunView) -> Iterator[Finding]:
         return
     first, off = left[0], broken_off[0]
     victim, frames = off.view, off.frames
+    ended_first = _ended_first(first, off)
+    if victim.failure is None and not ended_first:
+        return  # it has handled the error, which may have had another reason
     uneven = find_uneven_lap(run)
     called = deciding_exit(first)
     stop = find_stop_request(run) if uneven is None else None
@@ -62,7 +65,7 @@ def check(run: RunView) -> Iterator[Finding]:
             first.cite(f"rank {first.rank} ended after {first.num_steps} steps, without an error"),
             victim.cite(f"rank {victim.rank}: {off.message[:120]}", "failure.json"),
         ),
-        certainty="certain" if uneven or _ended_first(first, off) else "likely",
+        certainty="certain" if uneven or ended_first else "likely",
         ranks=tuple(view.rank for view in left),
         where=where or (frames[0].site if frames else None),
         explains=("crash/*", "hang/*", "numbers/ranks-apart"),
