@@ -58,7 +58,7 @@ def work(args: argparse.Namespace) -> None:
         result: Any = {"private": max(p for p, _ in everyone), "shared": max(s for _, s in everyone)}
     else:
         chosen = lambda directory: of_split(split, directory)  # noqa: E731
-        result = asdict(measure(gpt_50m(size), rank, size, args.rounds, args.block_steps, args.dir, chosen))
+        result = asdict(measure(gpt_50m(size), rank, size, args.rounds, args.block_steps, args.dir, chosen, 4))
     if rank == 0:
         args.worker.write_text(json.dumps(result))
 
@@ -124,8 +124,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="Step time and memory of each split.")
     parser.add_argument("--splits", nargs="+", default=None, metavar="SPLIT")
     parser.add_argument("--ranks", nargs="+", type=int, default=[2, 4])
-    parser.add_argument("--rounds", type=int, default=8)
-    parser.add_argument("--block-steps", type=int, default=2, help="steps of a variant in a row")
+    parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--block-steps", type=int, default=1, help="steps of a variant in a row")
     parser.add_argument("--out", type=Path, help="write a results page here as well")
     parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--memory", help=argparse.SUPPRESS)

@@ -47,15 +47,22 @@ def run_block(steps: Iterator[object], count: int) -> list[float]:
 
 
 def measure(
-    task: Task, rank: int, size: int, num_rounds: int, block_steps: int, directory: str | None, choose: Any = available
+    task: Task,
+    rank: int,
+    size: int,
+    num_rounds: int,
+    block_steps: int,
+    directory: str | None,
+    choose: Any = available,
+    warm_up: int = 8,
 ) -> Measured:
-    """Every rank must call it. The order of the variants turns by one from round to round."""
+    """Every rank must call it. The order of the variants turns by one from round to round. warm_up: steps at least."""
     variants, missing = choose(directory)
     running = {name: iter(start(task, rank, size)) for name, start in variants.items()}
     measured = Measured({name: [] for name in running}, {}, missing)
     for name, steps in running.items():  # warm up, and compare the numbers
         meet(size)
-        measured.losses[name] = mean_over_ranks([next(steps) for _ in range(max(block_steps, 8))], size)
+        measured.losses[name] = mean_over_ranks([next(steps) for _ in range(max(block_steps, warm_up))], size)
     names = list(running)
     for number in range(num_rounds):
         for name in names[number % len(names) :] + names[: number % len(names)]:
