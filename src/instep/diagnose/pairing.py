@@ -74,7 +74,8 @@ def slots_of(view: RankView, marks: list[Mark]) -> dict[int, Slot]:
                     found[sequence] = _slot(view, entered, sequence, entered_turn, False)
             entered = None
     if entered is not None and not entered.flags & layout.OTHER_GROUP and not entered.kind.endswith("data"):
-        died = view.failure is not None  # then the newest reading of what is pending may be missing
+        # Of one that has died, or that we ended, the newest reading of what is pending may be missing.
+        died = view.failure is not None or bool((view.exit or {}).get("by_us"))
         if entered.kind.endswith("collective") or died or (view.page is not None and view.page.pending):
             found[entered.sequence + 1] = _slot(view, entered, entered.sequence + 1, turn, True)
     return found

@@ -67,7 +67,7 @@ def check(run: RunView) -> Iterator[Finding]:
 def _parted(run: RunView) -> Iterator[Finding]:
     """Where the collectives themselves are not known, as those that torch starts in C++: the ranks' stacks at their end."""
     aborted = [view for view in run.ranks if _has_aborted(view)]
-    others = [view for view in run.ranks if not _has_aborted(view) and view.failure is not None and view.echoes]
+    others = [view for view in run.ranks if not _has_aborted(view) and (_was_ended(view) or view.echoes)]
     if not aborted or run.stall is not None or len(aborted) + len(others) < run.world_size:
         return
     fork = find_fork(tuple(view.position for view in run.ranks if view.position is not None))
@@ -89,6 +89,11 @@ def _parted(run: RunView) -> Iterator[Finding]:
         where=fork.where,
         explains=("crash/*",),
     )
+
+
+def _was_ended(view: RankView) -> bool:
+    """By the launcher, after another rank's end."""
+    return view.error is None and bool((view.exit or {}).get("by_us"))
 
 
 def _has_aborted(view: RankView) -> bool:
