@@ -1,7 +1,8 @@
 """The page of a rank: what it is doing now and did last, in shared memory that outlives it.
 
-The rank writes with `struct.pack_into` (no lock, well under a microsecond); the launcher and `instep diagnose` read the
-same layout from the file. A mark may be torn when the rank dies in the middle of writing it; readers drop such marks.
+The rank writes with `struct.pack_into` (no lock, well under a microsecond), in short steps some marks at a time; the launcher
+and `instep diagnose` read the same layout from the file. A mark may be torn when the rank dies in the middle of writing it;
+readers drop such marks.
 """
 
 from __future__ import annotations
