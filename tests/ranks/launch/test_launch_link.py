@@ -32,6 +32,23 @@ if dist.get_rank() == 1:
     dist.barrier()
 dist.all_reduce(x)
 """
+# Rank 1 leaves out the average of one step, so that its later steps are averaged with those after them.
+SKIPS = """
+import time, torch, torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel as DDP
+dist.init_process_group("gloo")
+model = DDP(torch.nn.Linear(8, 2))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(200):
+    loss = model(torch.randn(4, 8)).square().mean()
+    if dist.get_rank() == 1 and step == 40:
+        loss = torch.tensor(0.0, requires_grad=True)
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    time.sleep(0.02)
+print("end of the loop", flush=True)
+"""
 WAIT = """
 import os, time, torch, torch.distributed as dist
 dist.init_process_group("gloo")
@@ -71,6 +88,19 @@ def test_a_stall_over_two_nodes_is_one_finding_on_the_first(launch: Launcher) ->
     (found,) = findings(launch.folder / "run")
     assert (found["id"], found["certainty"], found["ranks"]) == ("hang/some-ranks-only", "certain", [1])
     assert findings(launch.folder / "other") == [found]
+
+
+@pytest.mark.slow
+def test_steps_that_are_averaged_with_other_steps_are_told_while_the_run_goes_on(launch: Launcher) -> None:
+    script, port = launch.script(SKIPS), find_port()
+    first = launch.begin("--stall-after", "3", *words_of(0, port), script)
+    second = launch.run("--stall-after", "3", *words_of(1, port), script, seconds=150)
+    ended = launch.finish(first)
+    assert "[numbers/silent-pairing]" not in second.err
+    assert ended.err.count("certain: in step 40 rank 1 left out the average of the gradients") == 2, ended.err
+    pairing = json.loads((launch.folder / "run" / "pairing.json").read_text())
+    assert 40 <= pairing["step"] < 200  # at the end of the loop rank 0 waits for ever
+    assert findings(launch.folder / "run")[0]["where"]["source"] == "loss = torch.tensor(0.0, requires_grad=True)"
 
 
 def test_a_launcher_that_is_killed_ends_the_run_on_the_other_node(launch: Launcher) -> None:

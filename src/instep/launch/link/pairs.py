@@ -70,6 +70,8 @@ class NodePairs:
         self._next_at = now + EVERY_SECONDS
         pages = {rank: page for rank, view in mapped.items() if (page := check_page(view[:])) is not None}
         self._kept.append(pages)
+        if not self.nodes.is_whole:
+            return False  # what is told before the others are there would be lost
         news = [(rank, rows) for rank, page in pages.items() if (rows := self._new_steps(rank, page))]
         if not self.nodes.is_first:
             if news:
