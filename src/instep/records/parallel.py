@@ -110,7 +110,9 @@ def _check_options(parallel: Parallel) -> None:
         raise UsageError(
             f"Parallel(split_loss={parallel.split_loss!r}) has to be True, False or the name of the model's last layer."
         )
-    if parallel.plan is not None and not isinstance(parallel.plan, Mapping):
+    if parallel.plan is not None and not (
+        isinstance(parallel.plan, Mapping) and all(isinstance(k, str) for k in parallel.plan)
+    ):
         raise UsageError(
             f"Parallel(plan={parallel.plan!r}) has to map names of modules to styles, as {{'layers.*.up': 'colwise'}}."
         )

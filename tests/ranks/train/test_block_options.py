@@ -42,9 +42,9 @@ class Layers(nn.Module):
 
     def __init__(self, dropout: float = 0.2) -> None:
         super().__init__()
-        self.into, self.out = nn.Linear(1, 8), nn.Linear(8, CLASSES)
+        self.into = nn.Linear(1, 8)
         layers = [nn.TransformerEncoderLayer(8, 4, 16, dropout, batch_first=True) for _ in range(3)]
-        self.layers = nn.ModuleList(layers)
+        self.layers, self.out = nn.ModuleList(layers), nn.Linear(8, CLASSES)
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.into(x.to(self.into.weight.dtype)[..., None])

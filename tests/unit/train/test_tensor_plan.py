@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 import pytest
 from torch import nn
+from torch.distributed.tensor.parallel import RowwiseParallel
 
 import instep
 from instep.records.parallel import Parallel, read_parallel
@@ -17,6 +18,7 @@ from instep.train.techniques.tensor.sequence import check_length, find_stacks, p
 from instep.train.techniques.tensor.split import (
     check_divides,
     check_heads,
+    check_partner,
     check_splittable,
     find_head,
     find_ties,
@@ -176,6 +178,17 @@ def test_a_star_stands_for_one_part_of_a_name() -> None:
 def test_refuses_what_it_cannot_split_by_name(model: nn.Module, plan: Any, text: str) -> None:
     with pytest.raises(instep.UsageError, match=re.escape(text)):
         find_plan(model, plan, 2)
+
+
+def test_shares_that_no_layer_takes_are_refused() -> None:
+    model = sequence()
+    plan = find_plan(model, {"0": "colwise"}, 2)
+    text = "the plan splits 0 by outputs and leaves each rank its share, and no layer near takes shares. Name the one that does"
+    with pytest.raises(instep.UsageError, match=re.escape(text)):
+        check_partner("", plan)
+    check_partner("", find_plan(model, {"0": "colwise", "3": RowwiseParallel()}, 2))
+    crossed = nn.ModuleDict({"a": Crossed()})
+    check_partner("a.self", find_plan(crossed, None, 2))
 
 
 def test_heads_are_never_cut_in_two() -> None:

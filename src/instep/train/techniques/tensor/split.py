@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
+from torch.distributed.tensor.parallel import ParallelStyle, RowwiseParallel, parallelize_module
 
 from instep.errors import UsageError
 from instep.records.parallel import Parallel
@@ -49,6 +49,7 @@ def split_layers(model: nn.Module, mesh: DeviceMesh, parallel: Parallel, say: Ca
         check_divides(name, model.get_submodule(name), style, degree)
     for name in owners:
         check_heads(name, model.get_submodule(name), plan, degree)
+        check_partner(name, plan)
     stacks = find_stacks(model, plan) if parallel.sequence else []
     plan_sequence(model, plan, stacks)
     if parallel.split_loss:
@@ -105,6 +106,19 @@ def split_owners(model: nn.Module, plan: Plan) -> list[str]:
         if isinstance(style, Columns) and not style.gathered:
             found[name.rpartition(".")[0]] = None
     return list(found)
+
+
+def check_partner(owner: str, plan: Plan) -> None:
+    """Shares have to come together again: in a layer of the same module, or of one beside it."""
+    around = f"{owner.rpartition('.')[0]}.".lstrip(".")
+    takes_shares = (Rows, RowwiseParallel)
+    if any(isinstance(style, takes_shares) and name.startswith(around) for name, style in plan.items()):
+        return
+    layers = [name for name, style in plan.items() if isinstance(style, Columns) and name.rpartition(".")[0] == owner]
+    raise UsageError(
+        f"the plan splits {' and '.join(layers)} by outputs and leaves each rank its share, and no layer near takes shares. "
+        "Name the one that does as 'rowwise', or take 'colwise_gather_output'."
+    )
 
 
 def check_divides(name: str, layer: nn.Module, style: ParallelStyle, degree: int) -> None:
