@@ -40,6 +40,16 @@ def test_overhead_writes_a_page(tmp_path: Path) -> None:
     assert "torch" in page.read_text() and "Command: `python benchmarks/overhead.py --ranks 2" in page.read_text()
 
 
+def test_watch_parts_tells_what_each_hook_costs() -> None:
+    output = run_benchmark("watch_parts.py", "--rounds", "40", "--seconds", "0.5")
+    warm = {
+        name: float(us) for name, us in re.findall(r"^(\w[\w ]*?) +[-\d.]+ \[.*?\] +([-\d.]+) \[", output, re.MULTILINE)
+    }
+    assert set(warm) == {"data", "forward", "backward", "step", "a step"}
+    assert 0 < warm["forward"] < warm["a step"] < 5000
+    assert "looks/s" in output and "MiB" in output
+
+
 def test_throughput_compares_equal_training() -> None:
     output = run_benchmark("throughput.py", "--tasks", "conv", "--rounds", "1", "--block-steps", "2")
     assert rows(output)["instep"][-1] < 1e-4
