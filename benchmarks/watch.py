@@ -77,7 +77,7 @@ def make_switch() -> Any:
     from instep.launch.probe.patching import REPLACED
     from instep.launch.probe.watcher import Watcher
 
-    hooks = (optimizer._global_optimizer_pre_hooks, optimizer._global_optimizer_post_hooks)
+    hooks: tuple[Any, ...] = (optimizer._global_optimizer_pre_hooks, optimizer._global_optimizer_post_hooks)
     kept, look = [dict(table) for table in hooks], Watcher._look
 
     def switch(watched: bool) -> None:
