@@ -107,7 +107,7 @@ def note_parameter_traffic(recorder: Recorder, tensor: torch.Tensor, site: int, 
     A tensor that is none of them counts when it is as large as a good part of them: a flat copy. States of generators,
     which training libraries broadcast, and results that are gathered do not.
     """
-    for follow in TRAFFIC:
+    for follow in TRAFFIC if "all_to_all" not in operation else ():  # rows that change ranks, as of experts
         follow(tensor, site)
     elements = tensor.numel()
     may_be_copy = tensor.is_floating_point() and "gather" not in operation
