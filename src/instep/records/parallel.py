@@ -106,15 +106,15 @@ def _check_options(parallel: Parallel) -> None:
     for name in ("gathered", "share_optimizer", "sequence"):
         if not isinstance(value := getattr(parallel, name), bool):
             raise UsageError(f"Parallel({name}={value!r}) has to be True or False.")
-    if not isinstance(parallel.split_loss, (bool, str)):
+    split_loss: object = parallel.split_loss
+    if not isinstance(split_loss, (bool, str)):
         raise UsageError(
-            f"Parallel(split_loss={parallel.split_loss!r}) has to be True, False or the name of the model's last layer."
+            f"Parallel(split_loss={split_loss!r}) has to be True, False or the name of the model's last layer."
         )
-    if parallel.plan is not None and not (
-        isinstance(parallel.plan, Mapping) and all(isinstance(k, str) for k in parallel.plan)
-    ):
+    plan: Any = parallel.plan
+    if plan is not None and not (isinstance(plan, Mapping) and all(isinstance(name, str) for name in plan)):
         raise UsageError(
-            f"Parallel(plan={parallel.plan!r}) has to map names of modules to styles, as {{'layers.*.up': 'colwise'}}."
+            f"Parallel(plan={plan!r}) has to map names of modules to styles, as {{'layers.*.up': 'colwise'}}."
         )
 
 

@@ -103,6 +103,8 @@ def play(rank: int, size: int, model_of: Callable[[], nn.Module], parallel: Any)
     plain = {precision: train(model_of, precision, parallel=parallel) for precision in ("fp32", "bf16")}
     is_sharded = parallel in ("zero2", "zero3") or getattr(parallel, "shard", 1) != 1
     chosen = {name: options for name, options in OPTIONS.items() if is_sharded or "offload" not in options}
+    if getattr(parallel, "schedule", "") == "zbv":  # takes backward apart
+        del chosen["selective"]
     return plain | {name: train(model_of, parallel=parallel, **options) for name, options in chosen.items()}
 
 

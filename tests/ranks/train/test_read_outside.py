@@ -42,7 +42,8 @@ class Net(nn.Module):
         if self.reads == "middle":
             x = F.linear(x, self.middle.weight)
         if self.reads == "block":
-            x = x + F.linear(x, self.blocks[1].up.weight).sum()
+            other: Any = self.blocks[1]
+            x = x + F.linear(x, other.up.weight).sum()
         return self.out(x)
 
 

@@ -57,7 +57,7 @@ class Model(nn.Module):
                     num_attention_heads=4,
                     image_size=4,
                     patch_size=2,
-                    num_labels=CLASSES,
+                    num_labels=CLASSES,  # type: ignore[call-arg]  # of the configuration's parent
                     hidden_dropout_prob=0.1,
                 )
             ),

@@ -160,6 +160,13 @@ def test_zero_bubble_schedules_get_gradients_for_every_activation() -> None:
             "zbv",
             "schedule='zbv' takes the backward of a block apart, which a compiled one does not allow.",
         ),
+        (
+            {},
+            {"recompute": "selective"},
+            "zbv",
+            "schedule='zbv' takes the backward of a block apart, and recompute='selective' keeps what one backward may use once. "
+            "Take recompute='blocks', or '1f1b' or 'interleaved_1f1b'.",
+        ),
     ],
 )
 def test_what_does_not_go_with_a_pipeline_is_refused(arguments: Any, options: Any, schedule: str, text: str) -> None:

@@ -226,18 +226,12 @@ def test_tied_layers_that_a_plan_would_part_are_refused() -> None:
 
 
 def test_tied_layers_that_nobody_splits_alike_stay_whole_with_their_partners() -> None:
-    model = nn.ModuleDict(
-        {
-            "pair": sequence(),
-            "tokens": nn.Embedding(8, 4),
-            "head": nn.Linear(4, 8),
-            "kept": nn.Embedding(8, 4, sparse=True),
-        }
-    )
-    model["head"].weight = model["tokens"].weight
-    model["head"].register_parameter("bias", nn.Parameter(model["pair"][5].bias.new_zeros(8)))
-    model.register_parameter("bias", model["head"].bias)  # as BertForMaskedLM has it
-    model["kept"].weight = model["pair"][0].weight
+    pair, tokens, head, kept = sequence(), nn.Embedding(8, 4), nn.Linear(4, 8), nn.Embedding(8, 4, sparse=True)
+    model = nn.ModuleDict({"pair": pair, "tokens": tokens, "head": head, "kept": kept})
+    head.weight = tokens.weight
+    model.register_parameter("bias", head.bias)  # as BertForMaskedLM has it
+    first: Any = pair[0]
+    kept.weight = first.weight
     plan = settle_ties(model, find_plan(model, None, 2), find_ties(model), None, 2)
     assert {name: repr(style) for name, style in plan.items() if repr(style) != "Whole()"} == {
         "pair.3": "Columns(parts=1, gathered=True)",

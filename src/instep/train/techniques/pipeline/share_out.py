@@ -55,6 +55,11 @@ def check_pipeline(arguments: Arguments, split: Parallel, options: BlockOptions)
             "compress='powersgd' keeps what it left out of a model's gradients and goes with whole copies of the model only. "
             "Take 'bf16' or 'fp16', or leave one of them out."
         )
+    if options.recompute == "selective" and SCHEDULES[split.schedule].splits_backward:
+        raise UsageError(
+            f"schedule={split.schedule!r} takes the backward of a block apart, and recompute='selective' keeps what one backward "
+            "may use once. Take recompute='blocks', or '1f1b' or 'interleaved_1f1b'."
+        )
     if options.compile and SCHEDULES[split.schedule].splits_backward:
         raise UsageError(
             f"schedule={split.schedule!r} takes the backward of a block apart, which a compiled one does not allow. Take '1f1b' or "
