@@ -30,7 +30,7 @@ def hardware() -> str:
 
 def software() -> str:
     found = [f"Python {platform.python_version()}"]
-    for name in ("torch", "accelerate", "lightning-fabric"):
+    for name in ("torch", "accelerate", "lightning-fabric", "deepspeed"):
         try:
             found.append(f"{name} {version(name)}")
         except PackageNotFoundError:

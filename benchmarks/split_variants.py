@@ -10,6 +10,7 @@ from typing import Any
 
 import split_by_hand
 import torch
+from split_deepspeed import is_installed, with_deepspeed
 from tasks import GPT, Task, token_loss
 from torch.utils.data import TensorDataset
 from variants import Losses, adamw, hand_written
@@ -27,7 +28,7 @@ PLAN = {
 @dataclass(frozen=True)
 class Split:
     """parallel: arguments of instep.Parallel, or a short name; sizes: the numbers of ranks that it is measured on; peers:
-    how many ranks take the same samples, all when None."""
+    how many ranks take the same samples, all when None; stage: of ZeRO, where DeepSpeed has the same."""
 
     by_hand: Callable[[Task, int, int], Losses]
     parallel: dict[str, Any] | str
@@ -36,13 +37,14 @@ class Split:
     recompute: str | None = None
     is_pipeline: bool = False
     has_traffic: bool = True  # that may go through shared memory
+    stage: int | None = None
 
 
 SPLITS = {
     "ddp": Split(partial(hand_written, fused=True), "ddp"),
-    "zero1": Split(split_by_hand.optimizer_shared, "zero1"),
-    "zero2": Split(partial(split_by_hand.sharded, gathered=True), "zero2"),
-    "zero3": Split(split_by_hand.sharded, "zero3"),
+    "zero1": Split(split_by_hand.optimizer_shared, "zero1", stage=1),
+    "zero2": Split(partial(split_by_hand.sharded, gathered=True), "zero2", stage=2),
+    "zero3": Split(split_by_hand.sharded, "zero3", stage=3),
     "zero3, recomputed": Split(partial(split_by_hand.sharded, recomputed=True), "zero3", (2,), recompute="blocks"),
     "hybrid": Split(partial(split_by_hand.sharded, replicate=2), {"replicate": 2, "shard": None}, (4,)),
     "tensor": Split(split_by_hand.split_layers, {"tensor": None, "plan": PLAN}, peers=None, has_traffic=False),
@@ -100,4 +102,6 @@ def of_split(name: str, directory: str | None) -> tuple[dict[str, Callable[..., 
     }
     if split.has_traffic:
         variants["instep, gloo"] = partial(with_instep, split=split, shared_memory="off")
+    if split.stage is not None and is_installed():
+        variants["deepspeed"] = partial(with_deepspeed, stage=split.stage)
     return variants, []
