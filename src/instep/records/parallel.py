@@ -106,13 +106,14 @@ def _check_options(parallel: Parallel) -> None:
     for name in ("gathered", "share_optimizer", "sequence"):
         if not isinstance(value := getattr(parallel, name), bool):
             raise UsageError(f"Parallel({name}={value!r}) has to be True or False.")
-    split_loss: object = parallel.split_loss
+    split_loss: Any = parallel.split_loss
     if not isinstance(split_loss, (bool, str)):
         raise UsageError(
             f"Parallel(split_loss={split_loss!r}) has to be True, False or the name of the model's last layer."
         )
     plan: Any = parallel.plan
-    if plan is not None and not (isinstance(plan, Mapping) and all(isinstance(name, str) for name in plan)):
+    names: Any = list(plan) if hasattr(plan, "items") else [None]
+    if plan is not None and not all(isinstance(name, str) for name in names):
         raise UsageError(
             f"Parallel(plan={plan!r}) has to map names of modules to styles, as {{'layers.*.up': 'colwise'}}."
         )
