@@ -24,7 +24,7 @@ def main():
     if dist.get_rank() == 0:
         Monitor().start()
     m = DDP(torch.nn.Linear(30, 30))
-    for step in range(400):
+    for _step in range(400):
         m(torch.randn(4, 30)).sum().backward()
         time.sleep(0.005)
     dist.barrier()

@@ -8,7 +8,7 @@ def main():
     data = TensorDataset(torch.arange(320.0).view(64, 5) / 320, torch.arange(64.0).view(64, 1) / 64)
     with instep.Run(global_batch=16, seed=0) as run:
         model = torch.nn.Linear(5, 1)
-        model, opt = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        model, _opt = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
         loader = run.loader(data, shuffle=True)
         for step in run.steps(loader, epochs=3):
             for x, y in step:
