@@ -133,13 +133,22 @@ def alone(name: str) -> dict[str, Any]:
     ("name", "split"), [(name, split) for split in SPLITS for name in TRAININGS if name in FEW.get(split, TRAININGS)]
 )
 def test_trains_as_one_process_does(name: str, split: str) -> None:
-    size, parallel = SPLITS[split]
+    check_split(name, *SPLITS[split])
+
+
+def check_split(name: str, size: int, parallel: Any) -> None:
     expected = alone(name)
     for rank in run_ranks(play, size, name, parallel):
         for there, here in zip(expected["history"], rank["history"], strict=True):
             assert here == pytest.approx(there, rel=TOLERANCE, nan_ok=True)
         for key, value in expected["state"].items():
             torch.testing.assert_close(rank["state"][key], value, rtol=TOLERANCE, atol=TOLERANCE, msg=key)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["adamw", "sgd, by value", "batch norm, tied"])
+def test_three_axes_train_as_one_process_does(name: str) -> None:
+    check_split(name, 8, instep.Parallel(replicate=2, shard=2, tensor=2))
 
 
 def shared_out(rank: int, size: int, parallel: Any) -> dict[str, Any]:
