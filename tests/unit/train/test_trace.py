@@ -87,6 +87,24 @@ class Reads(Model):
         return {"logits": self.finish(x), "mask": tokens > 0}
 
 
+class Memory(Model):
+    """Gives what an encoder found to each layer of a decoder, and returns it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = Block()
+        for name in ("blocks", "norm", "head"):
+            module: Any = self._modules.pop(name)
+            setattr(self, name, module)  # registered after, as forward uses them
+
+    def forward(self, tokens: Tensor) -> dict[str, Tensor]:
+        memory = self.encoder(self.table(tokens))
+        x = self.shift.expand_as(memory)
+        for block in self.blocks:
+            x = block(x, mask=memory)
+        return {"logits": self.finish(x), "mask": memory}
+
+
 class TiedByUse(Model):
     def finish(self, x: Tensor) -> Tensor:
         return nn.functional.linear(self.norm(x), self.table.weight)
@@ -145,6 +163,16 @@ def test_the_stages_together_are_the_model(kind: type[Model], cut: list[str]) ->
     assert torch.equal(output["mask"], model(tokens)["mask"])
     assert [len(boundary.carried) for boundary in plan.boundaries] == [1] * len(cut)
     assert not plan.draws
+
+
+@pytest.mark.parametrize("cut", [["blocks.0"], ["blocks.0", "blocks.1"], ["blocks.0", "blocks.1", "blocks.2"]])
+def test_what_every_layer_is_given_goes_along(cut: list[str]) -> None:
+    torch.manual_seed(0)
+    model, tokens = Memory().eval(), torch.randint(0, 10, (2, 5))
+    output, _ = run_stages(model, cut_model(model, len(cut) + 1, cut, ""), tokens)
+    expected = model(tokens)
+    assert torch.equal(output["logits"], expected["logits"])
+    assert torch.equal(output["mask"], expected["mask"])
 
 
 @pytest.mark.parametrize("kind", [Model, Shaky])

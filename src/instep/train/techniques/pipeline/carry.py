@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,6 +29,28 @@ def for_split_backward(carried: Sequence[Carried]) -> tuple[Carried, ...]:
     """With gradients for all activations, also behind frozen stages: torch's zero-bubble schedules find the gradients of a
     stage's parameters from those of its inputs, and silently leave them out where no input has any."""
     return tuple(replace(each, requires_grad=each.dtype.is_floating_point) for each in carried)
+
+
+class _Behind(torch.autograd.Function):
+    """A tensor as it is, as if it had come from another one as well."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, other: Tensor) -> Tensor:
+        return tensor.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return grads[0], None
+
+
+def behind(tensors: Sequence[Tensor], received: Sequence[Tensor]) -> list[Tensor]:
+    """The tensors that leave a stage, all as results of what it received: torch's zero-bubble schedules look for a parameter's
+    gradient where its way meets that of an input, and silently drop what comes back over an output (a learned bias, given to
+    every layer) that no input has gone into."""
+    root = next((tensor for tensor in received if tensor.requires_grad), None)
+    if root is None:
+        return list(tensors)
+    return [_Behind.apply(tensor, root) if tensor.requires_grad else tensor for tensor in tensors]
 
 
 def pack(

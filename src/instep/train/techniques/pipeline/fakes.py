@@ -60,8 +60,9 @@ def without_graph(value: Any) -> Any:
 
 
 def with_short_graph(value: Any) -> Any:
-    """The same fakes behind one operator: like a result, and no leaf, which may not be written in place."""
-    return tree_map(lambda v: v.detach().requires_grad_().clone() if is_fake(v) and v.requires_grad else v, value)
+    """New fakes like these behind one operator: like a result, and no leaf, which may not be written in place."""
+    own = lambda v: v.detach().requires_grad_().clone() if v.requires_grad else v.detach()  # noqa: E731
+    return tree_map(lambda v: own(v) if is_fake(v) else v, value)
 
 
 @contextlib.contextmanager

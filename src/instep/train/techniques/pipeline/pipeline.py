@@ -19,7 +19,7 @@ from instep.records.schedules import SCHEDULES
 from instep.train.absent import is_absent
 from instep.train.precision import as_float32
 from instep.train.reduce.stages import Tied
-from instep.train.techniques.pipeline.carry import for_split_backward, pack, with_states
+from instep.train.techniques.pipeline.carry import behind, for_split_backward, pack, with_states
 from instep.train.techniques.pipeline.cut import Cuts
 from instep.train.techniques.pipeline.evaluate_stages import evaluate_stages
 from instep.train.techniques.pipeline.generators import write_states
@@ -65,6 +65,7 @@ class Pipeline:
         self.tied = tied
         self.model, self.cuts, self.world, self.group = model, cuts, order.world, order.group
         self._tracer, self._order, self._dtype = tracer, order, dtype
+        self._splits_backward = SCHEDULES[order.schedule].splits_backward
         self.ranks = place_stages(order.schedule, order.world.size, order.per_rank)
         self.held = frozenset(stage for stage, rank in enumerate(self.ranks) if rank == order.world.rank)
         self._pieces = Pieces(model, cuts, self.held)
@@ -198,8 +199,7 @@ class Pipeline:
             self._jobs, self._loss_fn, self._failure = (), None, None
 
     def _schedule_for(self, plan: Plan, count: int) -> Callable[[], None]:
-        splits = SCHEDULES[self._order.schedule].splits_backward
-        alike = (for_split_backward(carried) if splits else carried for carried in plan.key)
+        alike = (for_split_backward(carried) if self._splits_backward else carried for carried in plan.key)
         boundaries = tuple(with_states(carried, plan.draws, self.world.device) for carried in alike)
         key = (boundaries, count)
         if key not in self._schedules:
@@ -229,6 +229,8 @@ class Pipeline:
         try:
             output = self.compute(stage, job.plan, received, job.call.args, job.call.kwargs)
             if stage < self.cuts.count - 1:
+                if self._splits_backward:
+                    output = behind(output, received)
                 return pack(output, job.plan.boundaries[stage].carried, job.plan.draws, self.world.device)
             assert self._loss_fn is not None
             output = as_float32(output) if self._dtype is not None else output

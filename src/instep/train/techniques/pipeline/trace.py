@@ -2,7 +2,8 @@
 
 The forward is the user's, whole, in every stage. A module of an earlier stage gives a fake output at once; the fakes
 among the arguments of the module that begins a stage are what that stage receives. So whatever the forward computes
-from its inputs alone (positions, masks) is there in every stage, and nothing has to be written for a pipeline.
+from its inputs alone (positions, masks) is there in every stage, and nothing has to be written for a pipeline. What
+forward holds in a variable and gives to each layer (an encoder's output to a decoder) goes along from stage to stage.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_map, tree_unflatten
 
 from instep.errors import UsageError
 from instep.train.seeds import get_generators, restore_generators
@@ -153,6 +154,20 @@ def _describe_inputs(args: Any, kwargs: Any) -> Hashable:
     return repr((found, autocast)), str(spec), torch.is_grad_enabled()
 
 
+class Passed:
+    """What a stage received, by the objects that forward has in their place: its variables keep those of earlier stages."""
+
+    def __init__(self) -> None:
+        self._by_id: dict[int, tuple[Any, Tensor]] = {}
+
+    def enter(self, originals: list[Any], here: list[Tensor]) -> None:
+        self._by_id = {id(one): (one, other) for one, other in zip(originals, here, strict=True)}
+
+    def here(self, value: Any) -> Any:
+        """The same with this stage's tensors."""
+        return tree_map(lambda leaf: self._by_id[id(leaf)][1] if id(leaf) in self._by_id else leaf, value)
+
+
 class Probe:
     """A run in which no piece has numbers. what: begins each complaint."""
 
@@ -160,7 +175,7 @@ class Probe:
         self.plan, self.what, self.watch = Plan(), what, Watch()
         self._cuts, self._device = cuts, device
         self._modes = [new_mode() for _ in range(cuts.count)]
-        self._stage, self._is_inside = 0, False
+        self._stage, self._is_inside, self._passed = 0, False, Passed()
         self.called: list[nn.Module] = []  # units
 
     def fake_of(self, stage: int, tensor: Tensor) -> Tensor:
@@ -185,8 +200,8 @@ class Probe:
             for held in (piece.module.named_parameters(), piece.module.named_buffers())
             for name, tensor in held
         }
-        if modes_of((args, kwargs)) - {id(self._modes[self._stage])}:
-            raise Mixed
+        args, kwargs = self._passed.here((args, kwargs))
+        self._check_stage((args, kwargs))
         self._is_inside = True
         try:
             with self._modes[self._stage], self.watch:
@@ -196,26 +211,35 @@ class Probe:
         self.plan.outputs.append(without_graph(output))
         return output
 
+    def _check_stage(self, value: Any) -> None:
+        """Whether all that is no input of the model comes from this stage."""
+        if modes_of(value) - {id(self._modes[self._stage])}:
+            raise Mixed
+
     def _enter(self, piece: Piece, args: Any, kwargs: Any) -> Any:
         if piece.entry != self._stage + 1:
             order = "twice" if piece.entry is not None and piece.entry <= self._stage else "before an earlier cut point"
             raise UsageError(f"{self.what}: forward calls {piece.name} {order}. Name other cut points.")
-        self._stage += 1
         leaves, spec = tree_flatten((args, kwargs))
         places = [i for i, leaf in enumerate(leaves) if is_fake(leaf)]
         if not places:
             raise UsageError(f"{self.what}: nothing that an earlier stage computes is an argument of {piece.name}.")
-        found = [leaves[i] for i in places]
+        originals = [leaves[i] for i in places]
+        found = self._passed.here(originals)
+        self._check_stage(found)
+        self._stage += 1
         carried = tuple(Carried(tuple(t.shape), t.dtype, t.requires_grad) for t in found)
         fakes = [self.fake_of(self._stage, tensor) for tensor in found]
         self.plan.boundaries.append(Boundary(places, carried, without_graph(fakes)))
-        return _put(leaves, spec, places, with_short_graph(fakes))
+        begun = with_short_graph(fakes)
+        self._passed.enter(originals, begun)
+        return _put(leaves, spec, places, begun)
 
     def finish(self, output: Any) -> Plan:
         if self._stage != self._cuts.count - 1:
             raise UsageError(f"{self.what}: forward does not call {self._cuts.names[self._stage]}.")
-        if modes_of(output) - {id(self._modes[self._stage])}:
-            raise Mixed
+        output = self._passed.here(output)
+        self._check_stage(output)
         self.plan.leaves, self.plan.spec = tree_flatten(output)
         self.plan.draws = (TORCH,) if self.watch.draws else ()
         return self.plan
@@ -262,22 +286,21 @@ class StageRun:
     ) -> None:
         self._plan, self._target, self._received, self._on_entry = plan, stage, received, on_entry
         self._clock = clock
-        self._stage, self._outputs, self._is_inside = 0, iter(plan.outputs), False
+        self._stage, self._outputs, self._is_inside, self.passed = 0, iter(plan.outputs), False, Passed()
 
     def call(self, piece: Piece, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         if self._is_inside:
             return original(*args, **kwargs)
         if piece.entry is not None:
-            args, kwargs = self._enter(piece.entry, args, kwargs)
+            args, kwargs = self._enter(piece, piece.entry, args, kwargs)
         if piece.stage is None:
             return original(*args, **kwargs)
         if self._stage < self._target:
             return next(self._outputs)
+        if has_fake((args, kwargs)):
+            args, kwargs = self.passed.here((args, kwargs))
         if piece.stage != self._stage or has_fake((args, kwargs)):
-            raise UsageError(
-                f"{piece.name} got other arguments in a pipeline than forward has given it for inputs of the same shapes: "
-                "forward must do the same for every micro-batch."
-            )
+            raise _changed(piece)
         self._is_inside = True
         try:
             with nullcontext() if self._clock is None else self._clock.timing(piece.name):
@@ -285,17 +308,29 @@ class StageRun:
         finally:
             self._is_inside = False
 
-    def _enter(self, entry: int, args: Any, kwargs: Any) -> Any:
+    def _enter(self, piece: Piece, entry: int, args: Any, kwargs: Any) -> Any:
         boundary = self._plan.boundaries[entry - 1]
         leaves, spec = tree_flatten((args, kwargs))
+        originals = [leaves[place] for place in boundary.places]
         if entry > self._target:
-            raise _Left([leaves[place] for place in boundary.places])
+            leaving = self.passed.here(originals)
+            if has_fake(leaving):
+                raise _changed(piece)
+            raise _Left(leaving)
         self._stage = entry
         if entry < self._target:
             return _put(leaves, spec, boundary.places, boundary.fakes)
         self._on_entry()
         mine = [t.clone() if t.requires_grad else t for t in self._received]  # a module may write its input in place
+        self.passed.enter(originals, mine)
         return _put(leaves, spec, boundary.places, mine)
+
+
+def _changed(piece: Piece) -> UsageError:
+    return UsageError(
+        f"{piece.name} got other arguments in a pipeline than forward has given it for inputs of the same shapes: "
+        "forward must do the same for every micro-batch."
+    )
 
 
 def run_stage(pieces: Pieces, forward: Callable[..., Any], run: StageRun, plan: Plan, args: Any, kwargs: Any) -> Any:
@@ -307,7 +342,7 @@ def run_stage(pieces: Pieces, forward: Callable[..., Any], run: StageRun, plan: 
     pieces.run = run
     try:
         _put_parameters(borrowing, fakes)
-        return forward(*args, **kwargs)
+        return run.passed.here(forward(*args, **kwargs))
     except _Left as left:
         return left.tensors
     finally:
