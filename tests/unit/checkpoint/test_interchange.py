@@ -13,8 +13,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.distributed.checkpoint import HuggingFaceStorageWriter
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, StorageMeta
 
 from instep.errors import CheckpointError, UsageError
+from instep.train.checkpoint.dcp_folder import _read_metadata
 from instep.train.checkpoint.interchange import export, load_weights
 from instep.train.checkpoint.state import capture
 from instep.train.checkpoint.store import Checkpoints
@@ -206,6 +208,25 @@ def test_a_whole_pickled_model_is_refused_with_advice(tmp_path: Path) -> None:
     torch.save(nn.Linear(1, 1), tmp_path / "w.pt")
     with pytest.raises(CheckpointError, match=r"Save the weights alone: torch.save\(model.state_dict\(\), path\)"):
         load_weights(nn.Linear(1, 1), tmp_path / "w.pt")
+
+
+class AsEarlierPython:
+    """Pickled as a call of getattr, like a member of an enumeration by Python before 3.11.4."""
+
+    def __init__(self, owner: Any, name: str) -> None:
+        self._what = owner, name
+
+    def __reduce__(self) -> Any:
+        return getattr, self._what
+
+
+def test_members_of_enumerations_are_read_as_every_python_wrote_them(tmp_path: Path) -> None:
+    metadata = tmp_path / ".metadata"
+    metadata.write_bytes(pickle.dumps(AsEarlierPython(_MEM_FORMAT_ENCODING, "TORCH_CONTIGUOUS_FORMAT")))
+    assert _read_metadata(metadata) is _MEM_FORMAT_ENCODING.TORCH_CONTIGUOUS_FORMAT
+    metadata.write_bytes(pickle.dumps(AsEarlierPython(StorageMeta, "__init__")))
+    with pytest.raises(CheckpointError, match=r"is refused: its \.metadata takes an attribute"):
+        _read_metadata(metadata)
 
 
 def test_code_in_dcp_metadata_is_not_run(tmp_path: Path) -> None:

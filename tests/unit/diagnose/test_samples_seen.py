@@ -6,6 +6,7 @@ import functools
 import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -146,6 +147,23 @@ def test_containers_are_looked_through_as_memory_grows() -> None:
     found = {id(one): held for one, held in looks.look(100)}
     assert found[id(kept)] == holders.Held(graphs=10, tensors=10, size=160)
     assert looks.look(110) == []  # not grown by a third
+
+
+class Lazy(dict[str, Any]):
+    """Loads what it has when it is asked, as registries of models do."""
+
+    def __len__(self) -> int:
+        raise AssertionError("asked for its length")
+
+    def values(self) -> Any:
+        raise AssertionError("asked for its values")
+
+
+def test_no_method_of_a_container_is_called() -> None:
+    lazy = Lazy({str(i): torch.ones(4) for i in range(10)})
+    found = {id(one): held for one, held in holders.Holders().look(100)}
+    assert found[id(lazy)].tensors == 10
+    assert holders.find_place(lazy) is None
 
 
 def source_of(text: str, path: Path) -> Source:

@@ -52,17 +52,23 @@ class Holders:
         own = sys._getframe(0)
         found: list[tuple[Any, Held]] = []
         for one in gc.get_objects():
-            # By type: `isinstance` asks an object for its class, and some answer with a warning.
-            if issubclass(type(one), _CONTAINERS) and len(one) >= _MIN_ITEMS and one is not own and _holds_tensors(one):
-                found.append((one, _weigh(one)))
+            kind = _kind_of(one)
+            if kind is not None and kind.__len__(one) >= _MIN_ITEMS and one is not own and _holds_tensors(kind, one):
+                found.append((one, _weigh(kind, one)))
         return [(one, held) for one, held in found if held.tensors >= _MIN_ITEMS]
 
 
-def _holds_tensors(container: Any) -> bool:
+def _kind_of(one: Any) -> Any:
+    """The built-in type whose methods say what a container holds: a class's own may load, import or warn. Found by type, since
+    `isinstance` asks the object."""
+    return next((kind for kind in _CONTAINERS if issubclass(type(one), kind)), None)
+
+
+def _holds_tensors(kind: Any, container: Any) -> bool:
     try:
-        last = next(reversed(container.values())) if isinstance(container, dict) else container[-1]
-    except (IndexError, RuntimeError, StopIteration, TypeError):
-        return False  # it changes meanwhile, or is something that only looks like one
+        last = next(reversed(dict.values(container))) if kind is dict else kind.__getitem__(container, -1)
+    except (IndexError, RuntimeError, StopIteration):
+        return False  # it changes meanwhile
     return any(True for _ in _tensors_of(last))
 
 
@@ -73,8 +79,8 @@ def _tensors_of(item: Any) -> list[Any]:
     return [part for part in list(parts)[:8] if isinstance(part, torch.Tensor)]
 
 
-def _weigh(container: Any) -> Held:
-    items = list(container.values() if isinstance(container, dict) else container)[:_MOST_ITEMS]
+def _weigh(kind: Any, container: Any) -> Held:
+    items = list(dict.values(container) if kind is dict else kind.__iter__(container))[:_MOST_ITEMS]
     tensors = [tensor for item in items for tensor in _tensors_of(item)]
     graphs = sum(tensor.grad_fn is not None for tensor in tensors)
     return Held(graphs, len(tensors), sum(tensor.nbytes for tensor in tensors if not tensor.is_sparse))
@@ -101,7 +107,7 @@ def _named_in(referrer: Any, container: Any) -> Place | None:
     if isinstance(referrer, dict):
         module = _module_of(referrer)
         if module is not None:
-            names = [name for name, value in referrer.items() if value is container]
+            names = [name for name, value in dict.items(referrer) if value is container]
             return Place(os.path.abspath(module.__file__ or ""), module.__name__, names[0]) if names else None
         owners = [
             one
@@ -143,7 +149,8 @@ def _closed_over(cell: CellType) -> Place | None:
 
 
 def _module_of(namespace: dict[Any, Any]) -> ModuleType | None:
-    module = sys.modules.get(namespace.get("__name__", ""))
+    name = dict.get(namespace, "__name__")
+    module = sys.modules.get(name) if isinstance(name, str) else None
     is_own = (
         module is not None and module.__dict__ is namespace and is_users_file(getattr(module, "__file__", None) or "")
     )
