@@ -34,7 +34,9 @@ def measure_peak(start: Callable[..., Iterator[Any]], rank: int, size: int, step
     Path("/proc/self/clear_refs").write_text("5")  # the kernel starts its record of the highest anew
     for _ in range(steps):
         next(running)
-    return Peak(status("VmHWM") - status("RssShmem") - before, shared_bytes() // size)
+    peak = Peak(status("VmHWM") - status("RssShmem") - before, shared_bytes() // size)
+    running.close()  # type: ignore[attr-defined]  # here, and not as the interpreter ends
+    return peak
 
 
 def warm_up() -> None:
