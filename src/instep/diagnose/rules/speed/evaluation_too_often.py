@@ -1,7 +1,7 @@
 """Most of the time goes into evaluation.
 
 ## What it sees
-Passes over data without a backward, again and again between steps of training: their time as a share of all.
+Passes over data without a backward, several in each epoch, again and again between steps of training: their time as a share of all.
 
 ## Why it matters
 Evaluation does not train. Every few steps it says little that the one before did not.
@@ -27,6 +27,7 @@ from instep.records.finding import Finding
 
 MIN_PASSES = 8
 MAX_STEPS_BETWEEN = 25
+MIN_PER_EPOCH = 1.5  # once after each epoch is usual, however short epochs are
 MIN_SHARE = 0.5
 MIN_SECONDS = 1.5
 
@@ -66,7 +67,9 @@ def _largest(view: RankView) -> list[Event]:
         if not lap["backwards"] and lap["exhausted"] and lap.step:
             groups[lap["site"]].append(lap)
     laps = max(groups.values(), key=lambda rows: sum(lap["seconds"] for lap in rows), default=list[Event]())
-    return laps if len(laps) >= MIN_PASSES and laps[0].step != laps[-1].step else []
+    epochs = sum(lap["exhausted"] and lap["backwards"] > 0 for lap in view.named("lap"))
+    often = len(laps) >= max(MIN_PASSES, MIN_PER_EPOCH * epochs)
+    return laps if often and laps[0].step != laps[-1].step else []
 
 
 def _share(view: RankView, laps: list[Event]) -> float | None:
