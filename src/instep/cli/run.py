@@ -22,6 +22,7 @@ from instep.launch.watch import Hooks
 from instep.overrides import read_override
 from instep.records.finding import Finding
 from instep.records.launch_spec import LaunchSpec, Program
+from instep.records.parallel import read_parallel
 from instep.records.run_dir import RunDir, keep_json
 from instep.report.terminal import format_findings
 from instep.settings import read_setting
@@ -137,8 +138,17 @@ def read_overrides(words: list[str]) -> dict[str, str]:
         if not equals:
             raise UsageError(f"--set {word}: write it as NAME=VALUE, as in --set micro_batch=4.")
         read_override(name, value)
+        if name == "parallel":
+            _check_split(value)
         found[name] = value
     return found
+
+
+def _check_split(text: str) -> None:
+    try:
+        read_parallel(text)
+    except UsageError as error:
+        raise UsageError(f"--set parallel={text}: {error}") from error
 
 
 def read_profile(text: str | None) -> tuple[int, int] | None:

@@ -74,7 +74,8 @@ def read_parallel(value: object) -> Parallel:
     else:
         raise UsageError(
             f"parallel={value!r} is not a way to split a model. Allowed: {', '.join(map(repr, SHORT_NAMES))}, "
-            "instep.Parallel(replicate=, shard=, tensor=, pipeline=), or its degrees written out, as 'shard=2,tensor=2'."
+            "instep.Parallel(replicate=, shard=, tensor=, pipeline=), or that written out, as 'shard=2,tensor=2' or "
+            "'pipeline=2,schedule=zbv,zero1'."
         )
     for axis in AXES:
         degree = getattr(parallel, axis)
@@ -122,16 +123,19 @@ def _check_options(parallel: Parallel) -> None:
 def _read_written(text: str) -> Parallel | None:
     """`shard=2,tensor=2`, or with x between as `describe` writes it; an axis without a number fills the rest. What else
     Parallel takes may stand there, too: `schedule=zbv`, `cut=layers.4` once for each cut point, `average_every=8`,
-    `sequence`, `split_loss` or `split_loss=head`."""
+    `sequence`, `split_loss` or `split_loss=head`, `gathered`, and `zero1`, by which the copies share the optimizer's state."""
     degrees: dict[str, int | None] = {}
     words: dict[str, str | bool] = {}
     cut: list[str] = []
     for part in re.split(r"\s*,\s*|\s+x\s+", text):
         axis = re.fullmatch(rf"({'|'.join(AXES)}|average_every)(?:=(\d+|None))?", part)
         word = re.fullmatch(r"(schedule|cut|split_loss)=([\w.]+)", part)
-        flag = re.fullmatch(r"(sequence|split_loss)(?:=(True|true))?", part)
+        flag = re.fullmatch(r"(sequence|split_loss|gathered|share_optimizer|zero1)(?:=(True|true))?", part)
         if axis is not None:
             degrees[axis[1]] = None if axis[2] in (None, "None") else int(axis[2])
+        elif flag is not None and flag[1] == "zero1":
+            words["share_optimizer"] = True
+            degrees.setdefault("replicate", None)
         elif flag is not None:
             words[flag[1]] = True
         elif word is None:

@@ -188,6 +188,8 @@ def test_overrides_are_checked_before_anything_starts() -> None:
         read_overrides(["micro_batch"])
     with pytest.raises(UsageError, match=r"instep.Run has no argument 'batch'"):
         read_overrides(["batch=1"])
+    with pytest.raises(UsageError, match=r"^--set parallel=zero4: parallel='zero4' is not a way to split a model"):
+        read_overrides(["parallel=zero4"])
 
 
 def test_a_range_of_steps() -> None:

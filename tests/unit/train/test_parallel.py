@@ -130,3 +130,9 @@ def test_names_what_does_not_go_together(arguments: dict[str, Any], text: str) -
     }
     with pytest.raises(instep.UsageError, match=re.escape(text)):
         check_shardable(read_arguments({**given, **arguments}))
+
+
+def test_shared_optimizers_may_be_written_out_with_other_axes() -> None:
+    expected = Parallel(replicate=None, tensor=2, share_optimizer=True)
+    assert read_parallel("tensor=2,zero1") == expected
+    assert read_parallel("replicate=None,tensor=2,share_optimizer") == expected
