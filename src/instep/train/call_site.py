@@ -30,11 +30,15 @@ def is_users(frame: FrameType) -> bool:
     return not name.startswith((_OURS, _TORCH, "<")) and "/contextlib.py" not in name
 
 
+def site_at(frame: FrameType, line: int) -> CallSite:
+    file = frame.f_code.co_filename
+    return CallSite(file, line, linecache.getline(file, line).strip())
+
+
 def _outside(frame: FrameType | None) -> CallSite | None:
     while frame is not None:
-        name = frame.f_code.co_filename
         if is_users(frame):
-            return CallSite(name, frame.f_lineno, linecache.getline(name, frame.f_lineno).strip())
+            return site_at(frame, frame.f_lineno)
         frame = frame.f_back
     return None
 

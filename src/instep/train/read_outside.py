@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from instep.errors import InstepError, UsageError
 from instep.records.finding import CallSite
 from instep.train.absent import is_absent
-from instep.train.call_site import is_users, user_call_site
+from instep.train.call_site import is_users, site_at, user_call_site
 from instep.train.reduce.local_part import TENSOR_AXIS
 
 _DTENSORS = os.path.join(os.path.dirname(os.path.abspath(torch.__file__)), "distributed", "tensor") + os.sep
@@ -102,11 +102,7 @@ def _frames(trace: TracebackType | None) -> Iterator[tuple[FrameType, int]]:
 
 
 def _users_line(frames: Sequence[tuple[FrameType, int]]) -> CallSite | None:
-    for frame, line in reversed(frames):
-        if is_users(frame):
-            file = frame.f_code.co_filename
-            return CallSite(file, line, linecache.getline(file, line).strip())
-    return None
+    return next((site_at(frame, line) for frame, line in reversed(frames) if is_users(frame)), None)
 
 
 def _named_in(frame: FrameType, line: int) -> list[Tensor]:

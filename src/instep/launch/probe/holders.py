@@ -72,11 +72,14 @@ def _holds_tensors(kind: Any, container: Any) -> bool:
     return any(True for _ in _tensors_of(last))
 
 
+def parts_of(item: Any) -> list[Any]:
+    """The item, or the first of what it holds where it is a record."""
+    parts = item.values() if type(item) is dict else item if type(item) in (tuple, list) else (item,)
+    return list(parts)[:8]
+
+
 def _tensors_of(item: Any) -> list[Any]:
-    if isinstance(item, torch.Tensor):
-        return [item]
-    parts = item.values() if type(item) is dict else item if type(item) in (tuple, list) else ()
-    return [part for part in list(parts)[:8] if isinstance(part, torch.Tensor)]
+    return [part for part in parts_of(item) if isinstance(part, torch.Tensor)]
 
 
 def _weigh(kind: Any, container: Any) -> Held:

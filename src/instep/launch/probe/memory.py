@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from instep.launch.probe.holders import Held, Holders, find_place
+from instep.launch.probe.holders import Held, Holders, find_place, parts_of
 from instep.launch.probe.recorder import Recorder, contained
 from instep.launch.probe.sites import is_users_file
 from instep.records import recording as layout
@@ -150,10 +150,7 @@ def held_in_frames(frame: FrameType | None) -> list[tuple[tuple[str, str, str], 
 
 def _sizes(item: Any) -> list[int]:
     """Bytes of the tensors and arrays that an item is, or holds as a record does."""
-    if isinstance(item, (torch.Tensor, np.ndarray)):
-        return [item.nbytes]
-    parts = item.values() if type(item) is dict else item if type(item) in (tuple, list) else ()
-    return [part.nbytes for part in list(parts)[:8] if isinstance(part, (torch.Tensor, np.ndarray))]
+    return [part.nbytes for part in parts_of(item) if isinstance(part, (torch.Tensor, np.ndarray))]
 
 
 def _containers(name: str, value: Any) -> Iterator[tuple[str, list[Any]]]:

@@ -21,7 +21,8 @@ from instep.diagnose.model_facts import find_apart, same_group
 from instep.diagnose.naming import name_ranks, short
 from instep.diagnose.rank_view import RankView
 from instep.diagnose.run_view import RunView
-from instep.records.finding import Evidence, Finding
+from instep.records.event import Event
+from instep.records.finding import CallSite, Evidence, Finding
 
 
 def check(run: RunView) -> Iterator[Finding]:
@@ -30,53 +31,74 @@ def check(run: RunView) -> Iterator[Finding]:
         return
     wrapper, step, name, gap = apart
     members = same_group(run, wrapper)
+    differs = f"step {step}: {name} differs between ranks by {gap:.0%}"
+    finding = _weights(run, members, wrapper, differs) or _optimizer_state(run, members, differs)
+    if finding is not None:
+        yield finding
+
+
+def _weights(run: RunView, members: list[RankView], wrapper: int, differs: str) -> Finding | None:
     loads = {view.rank: [one for one in view.named("load") if one["wrapper"] == wrapper] for view in members}
-    most = max((len(rows) for rows in loads.values()), default=0)
-    without = tuple(rank for rank, rows in loads.items() if len(rows) < most)
+    rank, without = _who_loaded(loads)
     if not without:
-        yield from _optimizer_state(run, members, step, name, gap)
-        return
-    rank = next(rank for rank, rows in loads.items() if len(rows) == most)
+        return None
     event = loads[rank][-1]
     where = run.by_rank[rank].site(event["site"])
-    yield Finding(
-        id="numbers/loaded-on-some-ranks",
-        title=f"{name_ranks(without)} did not load the checkpoint that rank {rank} loaded",
+    return _finding(
+        run,
+        (rank, without, where),
+        "checkpoint",
         cause=f"load_state_dict at {short(where)} ran on rank {rank} after the model was wrapped; the others kept their weights, and averaging gradients does not bring them together.",
-        fix=(f"run {short(where)} on every rank, or load before the model is wrapped",),
-        evidence=(
-            run.by_rank[rank].cite(f"loaded {event['keys']} entries at {short(where)} after step {event.step}"),
-            Evidence(
-                f"step {step}: {name} differs between ranks by {gap:.0%}", f"rank{without[0]}/events.jsonl", without[0]
-            ),
-        ),
-        certainty="certain",
-        ranks=without,
-        where=where,
-        explains=("numbers/ranks-apart",),
+        fix=f"run {short(where)} on every rank, or load before the model is wrapped",
+        facts=(f"loaded {event['keys']} entries at {short(where)} after step {event.step}", differs),
     )
 
 
-def _optimizer_state(run: RunView, members: list[RankView], step: int, name: str, gap: float) -> Iterator[Finding]:
+def _optimizer_state(run: RunView, members: list[RankView], differs: str) -> Finding | None:
     """The same of an optimizer: equal gradients with different moments and step counts give different updates."""
     loads = {view.rank: view.named("optimizer-load") for view in members}
-    most = max((len(rows) for rows in loads.values()), default=0)
-    without = tuple(rank for rank, rows in loads.items() if len(rows) < most)
+    rank, without = _who_loaded(loads)
     if not without:
-        return
-    rank = next(rank for rank, rows in loads.items() if len(rows) == most)
-    where = run.by_rank[rank].site(loads[rank][-1]["site"])
-    yield Finding(
-        id="numbers/loaded-on-some-ranks",
-        title=f"{name_ranks(without)} did not load the optimizer state that rank {rank} loaded",
+        return None
+    event = loads[rank][-1]
+    where = run.by_rank[rank].site(event["site"])
+    return _finding(
+        run,
+        (rank, without, where),
+        "optimizer state",
         cause=f"load_state_dict of the optimizer at {short(where)} ran on rank {rank} alone: from equal gradients the ranks make different updates, "
         "and their parameters part.",
-        fix=(f"run {short(where)} on every rank",),
+        fix=f"run {short(where)} on every rank",
+        facts=(f"loaded the state of {event['entries']} parameters at {short(where)}", differs),
+    )
+
+
+def _who_loaded(loads: dict[int, list[Event]]) -> tuple[int, tuple[int, ...]]:
+    """The first rank that loaded most often, and those that did so less."""
+    most = max((len(rows) for rows in loads.values()), default=0)
+    without = tuple(rank for rank, rows in loads.items() if len(rows) < most)
+    return next((rank for rank, rows in loads.items() if len(rows) == most), 0), without
+
+
+def _finding(
+    run: RunView,
+    who: tuple[int, tuple[int, ...], CallSite | None],
+    what: str,
+    *,
+    cause: str,
+    fix: str,
+    facts: tuple[str, str],
+) -> Finding:
+    """who: the rank that loaded, those that did not, and where; facts: of the first, and of the ranks together."""
+    rank, without, where = who
+    return Finding(
+        id="numbers/loaded-on-some-ranks",
+        title=f"{name_ranks(without)} did not load the {what} that rank {rank} loaded",
+        cause=cause,
+        fix=(fix,),
         evidence=(
-            run.by_rank[rank].cite(f"loaded the state of {loads[rank][-1]['entries']} parameters at {short(where)}"),
-            Evidence(
-                f"step {step}: {name} differs between ranks by {gap:.0%}", f"rank{without[0]}/events.jsonl", without[0]
-            ),
+            run.by_rank[rank].cite(facts[0]),
+            Evidence(facts[1], f"rank{without[0]}/events.jsonl", without[0]),
         ),
         certainty="certain",
         ranks=without,
