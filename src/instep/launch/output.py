@@ -24,6 +24,7 @@ class LineAssembler:
         self.holds_bars = holds_bars
         self.pending = b""  # the line that has no end yet, of a progress bar only what counts
         self.bar = b""  # the newest full state of a progress bar that was not shown yet
+        self.shown = b""  # the state that was shown last, which is not shown again as the end of its line
         self.changed_at = 0.0
         self.bar_shown_at = float("-inf")
 
@@ -35,9 +36,10 @@ class LineAssembler:
         out: list[bytes] = []
         *lines, rest = (self.pending + data).replace(b"\r\n", b"\n").split(b"\n")
         for line in lines:
-            text = _last_state(line) if b"\r" in line else line
-            out.append(self._line(text or (self.bar if b"\r" in line else line)))
-            self.bar = b""
+            text = (_last_state(line) if b"\r" in line else line) or self.bar
+            if not self.shown or text not in (b"", self.shown):
+                out.append(self._line(text))
+            self.bar = self.shown = b""
         self._hold(rest)
         return b"".join(out) + self._progress(now)
 
@@ -46,15 +48,18 @@ class LineAssembler:
         if self.bar:
             return self._progress(now)
         if self.pending and now - self.changed_at >= UNFINISHED_SECONDS:
-            text, self.pending = self.pending, b""
-            return self._line(_last_state(text)) if text.strip(b"\r") else b""
+            text = _last_state(self.pending)
+            if text != self.shown:
+                self.pending = b""
+                return self._line(text) if text else b""
         return b""
 
     def close(self) -> bytes:
         """The rest, at the end of the stream."""
         text = _last_state(self.pending) or self.bar
-        self.pending = self.bar = b""
-        return self._line(text) if text else b""
+        ended = bool(text) and text != self.shown
+        self.pending = self.bar = self.shown = b""
+        return self._line(text) if ended else b""
 
     def _plain(self, data: bytes) -> bytes:
         head, newline, rest = data.rpartition(b"\n")
@@ -79,8 +84,8 @@ class LineAssembler:
     def _progress(self, now: float) -> bytes:
         if not self.bar or self.holds_bars or now - self.bar_shown_at < self.progress_seconds:
             return b""
-        text, self.bar, self.bar_shown_at = self.bar, b"", now
-        return self._line(text)
+        self.shown, self.bar, self.bar_shown_at = self.bar, b"", now
+        return self._line(self.shown)
 
     def _line(self, text: bytes) -> bytes:
         return self.prefix + text + b"\n"

@@ -49,6 +49,17 @@ def test_a_bar_that_ends_its_states_with_carriage_returns() -> None:
     assert out + lines.close() == b"20%\n40%\n"
 
 
+def test_the_end_of_a_line_whose_last_state_is_shown_adds_nothing() -> None:
+    """A print without buffer writes the text and the end of its line apart, and Windows' line ends can be cut in two."""
+    lines = LineAssembler(b"> ")
+    assert lines.feed(b"1\r2", 0.0) == b"> 2\n"
+    assert lines.idle(UNFINISHED_SECONDS) == b""
+    assert lines.feed(b"\nnext\r", 3.0) == b""
+    assert lines.feed(b"\n", 3.1) == b"> next\n"
+    assert lines.feed(b"\rend", 20.0) == b"> end\n"
+    assert lines.close() == b""
+
+
 def test_text_after_a_bar_is_whole() -> None:
     lines = LineAssembler(b"")
     out = lines.feed(b"\r50%\r100%\nepoch 1\n", 0.0)
