@@ -1,13 +1,15 @@
 """What does watching cost? Steps of about 5 and 50 ms under `instep run`, with its probe and without it.
 
-    python benchmarks/watch.py                     # 1 and 2 processes, both step lengths; 5 minutes on a quiet machine
+    python benchmarks/watch.py                     # 1 and 2 processes, both step lengths; 10 minutes on a quiet machine
     python benchmarks/watch.py --ranks 2 --milliseconds 5 --rounds 100
 
-The ranks are started by `instep run`, each on a core of its own. In the same processes, in turn: short blocks of steps
-with all wrappers, hooks and the looks of the watching thread in place, and blocks with torch's own functions put back
-and the thread idle. Which comes first changes from round to round. Both ranks change at the same step, and the first steps
-of a block, in which Python adapts to what was exchanged, are not timed. A round is about 0.2 s, so that what else happens
-on the machine hits both of its blocks; its ratio is that of their times, and the median over all rounds counts.
+The ranks are started by `instep run`, each on a core of its own. In the same processes, in turn, short blocks of steps of
+three kinds: watched, with all that the probe does; counted, as most short steps are once the first have gone by; and bare,
+with torch's own functions put back and the watching thread idle. Their order changes from round to round. All ranks change
+at the same step, and the first steps of a block, in which Python adapts to what was exchanged, are not timed. A round is a
+fraction of a second, so that what else happens on the machine hits all of its blocks; its ratios are those of their times,
+and the median over all rounds counts. `a run` is put together from watched and counted blocks as the probe mixes them in
+steps of this length, after the first 20 seconds and 1024 steps, in which all are watched.
 
 What cannot be switched off inside of a run is told by itself: the launcher, which looks at the ranks five times a second
 from a process of its own, as a share of one core.
@@ -16,6 +18,7 @@ from a process of its own, as a share of one core.
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import subprocess
@@ -31,10 +34,12 @@ from page import load_before, write_page
 
 NOTE = """An MLP whose width is chosen so that a step (batch of 32, SGD, one thread per process, gloo) takes about the time named,
 fed by a DataLoader with a DistributedSampler, wrapped in DistributedDataParallel on two processes. Intervals: 95 %, bootstrap over
-rounds. ratio: time of a watched block over that of the unwatched block next to it. processor: the same for the processor
-time of the whole rank, with all its threads; it tells more than the clock on a busy machine. launcher: share of one core."""
+rounds. ratio: time of a block over that of the bare block next to it. processor: the same for the processor time of the whole
+rank, with all its threads; it tells more than the clock on a busy machine. a run: watched and counted steps as the probe mixes
+them. launcher: share of one core."""
 WIDTHS = {5: 1200, 50: 3800}
 SETTLE_STEPS = 3
+KINDS = ("bare", "counted", "watched")
 Blocks = dict[str, list[list[float]]]
 
 
@@ -52,18 +57,19 @@ def work(args: argparse.Namespace) -> None:
     switch = make_switch()
     steps = make_steps(args.milliseconds)
     run_block(steps, 60)
-    seconds: Blocks = {"watched": [], "unwatched": []}
-    processor: Blocks = {"watched": [], "unwatched": []}
+    seconds: Blocks = {kind: [] for kind in KINDS}
+    processor: Blocks = {kind: [] for kind in KINDS}
     before, started = launcher_seconds(), time.perf_counter()
     for number in range(args.rounds):
-        for name in sorted(seconds, reverse=bool(number % 2)):
-            switch(name == "watched")
+        first = number % len(KINDS)
+        for kind in (*KINDS[first:], *KINDS[:first])[:: 1 if number % 2 else -1]:
+            switch(kind)
             run_block(steps, SETTLE_STEPS)
             used = time.process_time()
-            seconds[name].append(run_block(steps, args.block_steps))
-            processor[name].append([(time.process_time() - used) / args.block_steps] * args.block_steps)
+            seconds[kind].append(run_block(steps, args.block_steps))
+            processor[kind].append([(time.process_time() - used) / args.block_steps] * args.block_steps)
     share = (launcher_seconds() - before) / (time.perf_counter() - started)
-    switch(True)
+    switch("watched")
     if rank == 0:
         args.worker.write_text(json.dumps({"seconds": seconds, "processor": processor, "launcher": share}))
     if dist.is_initialized():
@@ -71,23 +77,32 @@ def work(args: argparse.Namespace) -> None:
 
 
 def make_switch() -> Any:
-    """Puts torch's own functions back and lets the watching thread sleep on, and all of it again."""
+    """Sets what the probe does from here on: one of the three kinds."""
     import torch.optim.optimizer as optimizer
 
     from instep.launch.probe.patching import REPLACED
+    from instep.launch.probe.recorder import current
+    from instep.launch.probe.watched_steps import WatchedSteps
     from instep.launch.probe.watcher import Watcher
 
     hooks: tuple[Any, ...] = (optimizer._global_optimizer_pre_hooks, optimizer._global_optimizer_post_hooks)
     kept, look = [dict(table) for table in hooks], Watcher._look
+    recorder, chooser = current(), next(one for one in gc.get_objects() if isinstance(one, WatchedSteps))
+    assert recorder is not None
+    chooser._next_choice = chooser._wake_at = 1 << 60  # type: ignore[assignment]  # here the blocks choose
 
-    def switch(watched: bool) -> None:
+    def switch(kind: str) -> None:
+        is_on = kind != "bare"
         for owner, name, original, wrapper in REPLACED:
-            setattr(owner, name, wrapper if watched else original)
+            setattr(owner, name, wrapper if is_on else original)
         for table, rows in zip(hooks, kept):
             table.clear()
-            if watched:
+            if is_on:
                 table.update(rows)
-        Watcher._look = look if watched else _do_nothing  # type: ignore[method-assign]
+        Watcher._look = look if is_on else _do_nothing  # type: ignore[method-assign]
+        recorder.flush()
+        recorder.rests += 1
+        recorder.only_counts = kind == "counted"
 
     return switch
 
@@ -138,18 +153,29 @@ def launcher_seconds() -> float:
     return int(Path(f"/proc/{parent}/schedstat").read_text().split()[0]) / 1e9
 
 
-def table(size: int, milliseconds: int, measured: dict[str, Any]) -> str:
-    watched, unwatched = measured["seconds"]["watched"], measured["seconds"]["unwatched"]
-    more, ratio = paired_difference(watched, unwatched), paired_ratio(watched, unwatched)
-    used, used_before = measured["processor"]["watched"], measured["processor"]["unwatched"]
-    more_used, used_ratio = paired_difference(used, used_before), paired_ratio(used, used_before)
-    return (
-        f"{size} process{'es' if size > 1 else ''}, about {milliseconds} ms: "
-        f"{summarise(unwatched).median / 1e3:.2f} ms unwatched, {summarise(watched).median / 1e3:.2f} ms watched\n"
-        f"  more {more.median:+.0f} us [{more.low:+.0f}, {more.high:+.0f}]   ratio {ratio}   launcher {measured['launcher']:.2%}\n"
-        f"  processor: {summarise(used_before).median / 1e3:.2f} ms, more {more_used.median:+.0f} us "
-        f"[{more_used.low:+.0f}, {more_used.high:+.0f}]   ratio {used_ratio}"
-    )
+def mix(blocks: Blocks, milliseconds: float) -> list[list[float]]:
+    """Blocks as a run has them: of steps of that length some are watched, and the rest is counted."""
+    from instep.launch.probe.watched_steps import WINDOW, choose_period
+
+    period = choose_period(milliseconds / 1e3)
+    share = WINDOW / period if period else 1.0
+    pairs = zip(blocks["watched"], blocks["counted"])
+    return [[share * one + (1 - share) * two for one, two in zip(*pair)] for pair in pairs]
+
+
+def table(size: int, measured: dict[str, Any]) -> str:
+    seconds, processor = measured["seconds"], measured["processor"]
+    bare = summarise(seconds["bare"]).median / 1e3
+    lines = [f"{size} process{'es' if size > 1 else ''}, {bare:.2f} ms bare; launcher {measured['launcher']:.2%}"]
+    rows = {kind: (seconds[kind], processor[kind]) for kind in KINDS[1:]}
+    for name, (times, used) in [*rows.items(), ("a run", (mix(seconds, bare), mix(processor, bare)))]:
+        more, ratio = paired_difference(times, seconds["bare"]), paired_ratio(times, seconds["bare"])
+        more_used, used_ratio = paired_difference(used, processor["bare"]), paired_ratio(used, processor["bare"])
+        lines += [
+            f"  {name:8} {more.median:+5.0f} us [{more.low:+.0f}, {more.high:+.0f}]   ratio {ratio}"
+            f"   processor {more_used.median:+5.0f} us [{more_used.low:+.0f}, {more_used.high:+.0f}]   {used_ratio}"
+        ]
+    return "\n".join(lines)
 
 
 def start(size: int, options: list[Any]) -> dict[str, Any]:
@@ -184,7 +210,7 @@ def main() -> None:
             is_short = milliseconds == 5
             steps, rounds = (args.block_steps, args.rounds) if is_short else (4, max(1, args.rounds // 4))
             options = ["--rounds", rounds, "--block-steps", steps, "--milliseconds", milliseconds]
-            tables.append(table(size, milliseconds, start(size, options)))
+            tables.append(table(size, start(size, options)))
             print(tables[-1], flush=True)
     if args.out:
         write_page(args.out, "What watching a run costs", [NOTE, "\n".join(tables)], load)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 from instep.diagnose.naming import short
@@ -107,7 +107,8 @@ class Mispairing:
     """The first collective in which the ranks meant different things. odd: the rank that departed from its habit;
     expected: what that rank does there otherwise; got: what it did; is_silent: all ranks came through it and went on;
     differs: elements, dtype or root, where all called the same line and differ in that only; unfinished: the odd rank
-    did not come to the end of that turn."""
+    did not come to the end of that turn; since: the step from which on it may have begun, where the steps before were
+    only counted."""
 
     slots: tuple[Slot, ...]
     step: int
@@ -117,6 +118,11 @@ class Mispairing:
     expected: Act | None = None
     got: Act | None = None
     unfinished: bool = False
+    since: int | None = None
+
+    @property
+    def when(self) -> str:
+        return f"in step {self.step}" if self.since is None else f"between step {self.since} and step {self.step}"
 
     @property
     def sizes_differ(self) -> bool:
@@ -141,8 +147,20 @@ def _search(run: RunView, kept: bool) -> Mispairing | None:
     for sequence in range(first, last + 1):
         slots = [table[sequence] for table in tables.values() if sequence in table]
         if len(slots) == len(tables) and len({slot.meaning for slot in slots}) > 1:
-            return _explain(run, tables, tuple(slots))
+            found = _explain(run, tables, tuple(slots))
+            is_seen_late = any(sequence - 1 not in table for table in tables.values())
+            return replace(found, since=_last_equal(run, kept, found.step)) if is_seen_late else found
     return None
+
+
+def _last_equal(run: RunView, kept: bool, before: int) -> int | None:
+    """The newest step before this one at whose end all ranks had begun equally many collectives; None for this one itself,
+    and where none is known."""
+    pages = [view.mispaired if kept else view.page for view in run.ranks]
+    tables = [page.counts_by_step() for page in pages if page is not None]
+    steps = set(tables[0]).intersection(*tables[1:])
+    last = max((step for step in steps if step <= before and len({table[step] for table in tables}) == 1), default=0)
+    return last if 0 < last < before else None
 
 
 def counts_differ_rightly(run: RunView) -> bool:

@@ -59,11 +59,11 @@ class Shares:
 
 def measure_shares(view: RankView) -> Shares | None:
     """None when the run was too short to judge, or when work on a device hides the host's clock."""
-    if view.page is None or view.page.step_mark(view.num_steps) is None:
+    mark = view.page.newest_step_mark if view.page is not None else None
+    if view.page is None or mark is None:
         return None
-    mark = view.page.step_mark(view.num_steps)
     seconds = view.page.seconds
-    if mark is None or mark.backwards < MIN_STEPS + 5 or seconds["steps"] < 2 or seconds["total"] <= 0:
+    if mark.backwards < MIN_STEPS + 5 or seconds["steps"] < 2 or seconds["total"] <= 0:
         return None
     joined = view.last("joined")
     if joined is not None and joined["backend"] not in ("gloo", "mpi"):

@@ -20,12 +20,14 @@ LOOK_STEPS = 64  # between two looks that found a difference
 
 
 def find_difference(pages: Mapping[int, Page]) -> dict[int, StepMark] | None:
-    """The marks of the newest step that all ranks have ended, when their counts of collectives or forwards differ there."""
-    step = min(page.num_steps for page in pages.values())
-    marks = {rank: mark for rank, page in pages.items() if (mark := page.step_mark(step)) is not None}
-    if len(marks) < len(pages) or len({(mark.sequence, mark.turns) for mark in marks.values()}) < 2:
+    """The marks of the newest step that all ranks have ended and marked, when their counts of collectives or forwards
+    differ there."""
+    tables = [page.counts_by_step() for page in pages.values()]
+    step = max(set.intersection(*map(set, tables)), default=0)
+    if len({table.get(step) for table in tables}) < 2:
         return None
-    return marks
+    marks = {rank: mark for rank, page in pages.items() if (mark := page.step_mark(step)) is not None}
+    return marks if len(marks) == len(pages) else None
 
 
 @dataclass

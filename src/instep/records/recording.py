@@ -8,6 +8,7 @@ readers drop such marks.
 from __future__ import annotations
 
 import struct
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -304,16 +305,33 @@ class Page:
         return mark.kind if mark is not None else ""
 
     def step_mark(self, step: int) -> StepMark | None:
-        """The mark of a step, or None when it has been overwritten or is still to come. Steps count from 1."""
-        if not max(0, self.num_steps - NUM_STEP_SLOTS) < step <= self.num_steps:
+        """The mark of a step, or None when it was only counted, has been overwritten or is still to come. Steps count from 1."""
+        if not 0 < step <= self.num_steps:
             return None
-        values = STEP.unpack_from(self.data, STEPS + (step - 1) % NUM_STEP_SLOTS * STEP.size)
+        values = STEP.unpack_from(self.data, _step_at(step))
         return StepMark(*values) if values[0] == step else None
+
+    def counts_by_step(self) -> dict[int, tuple[int, int]]:
+        """Collectives and forwards until the end of each step that has a mark; of short steps only some have one."""
+        rows: Iterator[tuple[Any, ...]] = STEP.iter_unpack(self.data[STEPS:BATCHES])
+        return {row[0]: (row[1], row[2]) for row in rows if 0 < row[0] <= self.num_steps}
+
+    def step_marks(self) -> list[StepMark]:
+        """All that are there, oldest first."""
+        return [StepMark(*STEP.unpack_from(self.data, _step_at(step))) for step in sorted(self.counts_by_step())]
+
+    @property
+    def newest_step_mark(self) -> StepMark | None:
+        return next(reversed(self.step_marks()), None)
 
     def batch_prints(self) -> list[BatchPrint]:
         count = min(self._u64(NUM_BATCHES), NUM_BATCH_SLOTS)
         rows = (BATCH.unpack_from(self.data, BATCHES + index * BATCH.size) for index in range(count))
         return [BatchPrint(row[0], row[1], row[2], row[3], row[4:]) for row in rows]
+
+
+def _step_at(step: int) -> int:
+    return STEPS + (step - 1) % NUM_STEP_SLOTS * STEP.size
 
 
 def read_page(path: Path) -> Page | None:

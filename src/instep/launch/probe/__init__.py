@@ -82,6 +82,7 @@ def _wrap_torch(recorder: Any, paths: RankDir) -> None:
     from instep.launch.probe.wrapping import watch_wrapping
 
     watcher = Watcher(recorder, paths.snapshot)
+    recorder.start_watching = watcher.start
     for watch in (watch_exits, watch_wrapping, watch_backward, watch_data, watch_mistakes, watch_evaluations):
         contained(watch)(recorder)
     contained(watch_forward)(recorder)

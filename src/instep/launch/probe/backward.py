@@ -56,21 +56,42 @@ def _wrap(recorder: Recorder, losses: Losses, original: Callable[..., Any]) -> C
     def backward(*args: Any, **kwargs: Any) -> Any:
         if is_dynamo_compiling():
             return original(*args, **kwargs)
-        entered = _enter(recorder, losses, args[0] if args else kwargs.get("tensors"))
+        loss = args[0] if args else kwargs.get("tensors")
+        if recorder.only_counts and _is_usual(losses, loss):
+            entered = None
+            recorder.backwards += 1
+        else:
+            entered = _enter(recorder, losses, loss)
         try:
             return original(*args, **kwargs)
         except Exception as error:
-            note_raised(recorder, "backward", entered[0] if entered else 0, error)
+            note_raised(recorder, "backward", entered[0] if entered else recorder.sites.here(1), error)
             raise
         finally:
-            _leave(recorder, entered)
+            if not recorder.only_counts:
+                _leave(recorder, entered)
 
     return backward
 
 
 @contained
+def _is_usual(losses: Losses, loss: Any) -> bool:
+    """Whether a loss is finite, as far as that can be read without making the host wait for a device."""
+    if type(loss) is not _Tensor or not loss.is_cpu or loss.numel() != 1:
+        return True
+    value = loss.item()
+    if value - value != 0:
+        return False
+    losses.newest.append(value)
+    return True
+
+
+@contained
 def _enter(recorder: Recorder, losses: Losses, tensors: Any) -> tuple[int, float, float, bool]:
     site = recorder.sites.here(2)
+    if recorder.only_counts:  # and this loss is no number
+        recorder.count_batches()
+        recorder.wake()
     recorder.depth = 0
     recorder.open_step = None
     recorder.backwards = backwards = recorder.backwards + 1
@@ -109,7 +130,9 @@ def _look_at_loss(recorder: Recorder, losses: Losses, loss: torch.Tensor, site: 
 
 @contained
 def _leave(recorder: Recorder, entered: tuple[int, float, float, bool] | None) -> None:
+    """entered: None for a call whose beginning was not watched."""
     if entered is None:
+        recorder.mark(_LEAVE)
         return
     site, started, cpu, has_graph = entered
     sequence = recorder.read_sequence(_LEAVE)

@@ -18,16 +18,18 @@ from torch.utils.data.distributed import DistributedSampler
 from instep.launch.probe.exits import note_raised
 from instep.launch.probe.nonfinite import remember_batch
 from instep.launch.probe.patching import replace
-from instep.launch.probe.recorder import Recorder, contained
+from instep.launch.probe.recorder import WOKEN_STEPS, Recorder, contained
 from instep.launch.probe.sample_sets import Seen, can_shuffle, print_data_set
 from instep.launch.probe.sites import is_users_file
 from instep.launch.probe.tensor_prints import print_tensor, tensors_in
+from instep.launch.probe.watched_steps import is_new
 from instep.launch.probe.worker_memory import LOOK_AT, note_dead_workers, note_worker_memory
 from instep.records import recording as layout
 
 _ENTER, _LEAVE, _ENDED = (layout.KIND_NUMBER[name] for name in ("enter-data", "leave-data", "data-ended"))
 _DATA = layout.SECONDS_OF.index("data")
 _MOST_LISTED = 20000
+_LISTED = WOKEN_STEPS  # batches of a pass whose indices make up its order
 _PRINTED = 96  # batches of each of the first passes that get a print; later every 32nd
 
 
@@ -39,19 +41,23 @@ class Loader:
     made_at: int
     laps: int = 0
     described: bool = False
+    batch_size: int = 0  # 0 where it is not known
+    num_samples: int = 0  # of a whole pass on this rank
 
 
 @dataclass
 class Lap:
-    """One pass over a loader."""
+    """One pass over a loader. rests: of the recorder, when it began; -1 when it began in steps that were only counted."""
 
     loader: Loader
     number: int
     epoch: int | None
     site: int
+    rests: int = 0
     batches: int = 0
     samples: int = 0  # of batches whose indices are known
-    indices: int = 0
+    indices: int = 0  # of its first batches
+    listed: int = 0  # how many these are
     started: float = 0.0
     first_seconds: float = 0.0  # from the start of the pass to its first batch, with the start of worker processes
     trained_before: int = 0
@@ -65,6 +71,7 @@ class Flow:
     handed out yet; workers are given theirs long before."""
 
     lap: Lap | None = None
+    rests: int = 0  # as that of the pass
     drawn: deque[list[int]] = field(default_factory=deque[list[int]])
 
 
@@ -96,6 +103,10 @@ class Loaders:
             self.sites_of[number] = site
         self.add(loader, self.sites_of.get(number, site))
 
+    def newest(self) -> tuple[Any, Flow]:
+        """The iterator that was asked for last, None when it has gone."""
+        return self._newest[0](), self._newest[1]
+
     def flow_of(self, iterator: Any) -> Flow:
         """Of the iterator that was asked for last it is at hand."""
         reference, flow = self._newest
@@ -108,11 +119,12 @@ class Loaders:
 def watch_data(recorder: Recorder) -> None:
     loaders = Loaders()
     iterator = dataloader._BaseDataLoaderIter
+    recorder.count_batches = lambda: _count_newest(recorder, loaders)
     replace(DataLoader, "__init__", lambda original: _wrap_made(recorder, loaders, original))
     replace(DistributedSampler, "__init__", lambda original: _wrap_sampler(recorder, loaders, original))
     replace(DataLoader, "__iter__", lambda original: _wrap_iter(recorder, loaders, original))
     replace(iterator, "__next__", lambda original: _wrap_next(recorder, loaders, original))
-    replace(iterator, "_next_index", lambda original: _wrap_index(loaders, original))
+    replace(iterator, "_next_index", lambda original: _wrap_index(recorder, loaders, original))
     replace(iterator, "_reset", lambda original: _wrap_reset(loaders, original))
 
 
@@ -137,11 +149,19 @@ def _wrap_sampler(recorder: Recorder, loaders: Loaders, original: Callable[..., 
 def _wrap_iter(recorder: Recorder, loaders: Loaders, original: Callable[..., Any]) -> Callable[..., Any]:
     def __iter__(self: Any) -> Any:
         site, started = recorder.sites.here(1), time.monotonic()
+        _wake_for(recorder, loaders, self)
         iterator = original(self)
         _begin_lap(recorder, loaders, self, iterator, site, started)
         return iterator
 
     return __iter__
+
+
+@contained
+def _wake_for(recorder: Recorder, loaders: Loaders, loader: Any) -> None:
+    entry = loaders.known.get(loader)
+    if entry is None or is_new(entry.laps + 1):
+        recorder.wake()
 
 
 @contained
@@ -157,11 +177,13 @@ def _begin_lap(recorder: Recorder, loaders: Loaders, loader: Any, iterator: Any,
         _describe(recorder, loaders, loader, entry, sampler)
     entry.laps += 1
     epoch = getattr(sampler, "epoch", None)
+    flow.rests = -1 if recorder.only_counts else recorder.rests
     flow.lap = Lap(
         entry,
         entry.laps,
         epoch if isinstance(epoch, int) else None,
         site,
+        flow.rests,
         trained_before=recorder.backwards,
         started=started,
         seen=Seen(loader.dataset, entry.laps, _length(loader.dataset)),
@@ -192,6 +214,7 @@ def _describe(recorder: Recorder, loaders: Loaders, loader: Any, entry: Loader, 
             "sampler_site": loaders.sampler_sites.get(sampler, 0),
         }
     dataset = loader.dataset
+    entry.batch_size, entry.num_samples = loader.batch_size or 0, _length(getattr(loader, "sampler", None)) or 0
     recorder.log.note(
         "loader",
         loader=entry.number,
@@ -250,14 +273,18 @@ def _is_plain(value: Any) -> bool:
     return isinstance(value, (str, int, float, bytes, tuple, Path))
 
 
-def _wrap_index(loaders: Loaders, original: Callable[..., Any]) -> Callable[..., Any]:
+def _wrap_index(recorder: Recorder, loaders: Loaders, original: Callable[..., Any]) -> Callable[..., Any]:
     def _next_index(self: Any) -> Any:
         index = original(self)
+        if recorder.only_counts:
+            return index
         flow = loaders.flow_of(self)
         if type(index) is list and index and type(index[0]) is int:
             flow.drawn.append(index)
-            if flow.lap is not None:
-                flow.lap.indices = hash((flow.lap.indices, *index))
+            lap = flow.lap
+            if lap is not None and lap.listed < _LISTED and lap.rests == recorder.rests:
+                lap.listed += 1
+                lap.indices = hash((lap.indices, *index))
         else:
             flow.drawn.append([])
         return index
@@ -277,28 +304,38 @@ def _wrap_reset(loaders: Loaders, original: Callable[..., Any]) -> Callable[...,
 
 def _wrap_next(recorder: Recorder, loaders: Loaders, original: Callable[..., Any]) -> Callable[..., Any]:
     def __next__(self: Any) -> Any:
-        site = recorder.sites.here(1)
-        started = recorder.mark(_ENTER, 0, 0, site, 0)
+        site, started = (0, 0.0) if recorder.only_counts else _enter(recorder)
         try:
             batch = original(self)
         except StopIteration:
-            _ended(recorder, loaders, self, site, started)
+            _ended(recorder, loaders, self, site or recorder.sites.here(1), started)
             raise
         except Exception as error:
             note_dead_workers(recorder, self)
-            note_raised(recorder, "data", site, error)
+            note_raised(recorder, "data", site or recorder.sites.here(1), error)
             raise
-        _fetched(recorder, loaders, self, batch, site, started)
+        if not recorder.only_counts:
+            _fetched(recorder, loaders, self, batch, site, started)
         return batch
 
     return __next__
 
 
+def _enter(recorder: Recorder) -> tuple[int, float]:
+    site = recorder.sites.here(2)
+    return site, recorder.mark(_ENTER, 0, 0, site, 0)
+
+
 @contained
 def _ended(recorder: Recorder, loaders: Loaders, iterator: Any, site: int, started: float) -> None:
+    """started: 0 when the call's beginning was not watched."""
     lap = loaders.flow_of(iterator).lap
-    count = lap.batches if lap is not None else 0
-    recorder.seconds[_DATA] += recorder.mark(_ENDED, 0, 0, site, count) - started
+    count = _count_batch(recorder, lap, iterator, 0)
+    if lap is not None and recorder.only_counts and is_new(lap.number):
+        recorder.wake()
+    now = recorder.mark(_ENDED, 0, 0, site, count)
+    if started:
+        recorder.seconds[_DATA] += now - started
     if lap is not None:
         _end_lap(recorder, lap, exhausted=True)
 
@@ -307,21 +344,39 @@ def _end_lap(recorder: Recorder, lap: Lap, exhausted: bool) -> None:
     if lap.done:
         return
     lap.done = True
+    is_followed = lap.rests == recorder.rests
     recorder.log.note(
         "lap",
         loader=lap.loader.number,
         lap=lap.number,
         epoch=lap.epoch,
         batches=lap.batches,
-        samples=lap.samples,
+        samples=lap.samples if is_followed else _count_samples(lap, exhausted),
         exhausted=exhausted,
-        order=lap.indices & 0xFFFFFFFFFFFF,
+        order=lap.indices & 0xFFFFFFFFFFFF if is_followed or lap.listed == _LISTED else 0,
         site=lap.site,
         first_seconds=round(lap.first_seconds, 4),
         seconds=round(time.monotonic() - lap.started, 4),
         backwards=recorder.backwards - lap.trained_before,
-        seen=lap.seen.as_list() if lap.seen is not None else [],
+        seen=lap.seen.as_list() if lap.seen is not None and is_followed else [],
     )
+
+
+def _count_samples(lap: Lap, exhausted: bool) -> int:
+    loader = lap.loader
+    return loader.num_samples if exhausted else min(lap.batches * loader.batch_size, loader.num_samples)
+
+
+def _count_batch(recorder: Recorder, lap: Lap | None, iterator: Any, more: int) -> int:
+    """Number of the newest batch of a pass, counted from 1. more: batches since it was counted last, where the iterator
+    does not say."""
+    if lap is None:
+        recorder.batches += more
+        return 0
+    count = max(lap.batches + more, getattr(iterator, "_num_yielded", 0))
+    recorder.batches += count - lap.batches
+    lap.batches = count
+    return count
 
 
 def count_rows(batch: Any) -> int:
@@ -331,22 +386,29 @@ def count_rows(batch: Any) -> int:
 
 
 @contained
+def _count_newest(recorder: Recorder, loaders: Loaders) -> None:
+    iterator, flow = loaders.newest()
+    _count_batch(recorder, flow.lap, iterator, 0)
+
+
+@contained
 def _fetched(recorder: Recorder, loaders: Loaders, iterator: Any, batch: Any, site: int, started: float) -> None:
-    recorder.batches += 1
+    """started: 0 when the call's beginning was not watched."""
     recorder.depth = 0
     recorder.open_step = None
     flow = loaders.flow_of(iterator)
     lap = flow.lap
-    index = number = passes = 0
+    index, number, passes = _count_batch(recorder, lap, iterator, 1), 0, 0
     if lap is not None:
-        lap.batches = index = lap.batches + 1
         number, passes = lap.loader.number, lap.number
         if index == 1:
             lap.first_seconds = time.monotonic() - lap.started
         if index in LOOK_AT:
             note_worker_memory(recorder, number, getattr(iterator, "_dataset", None), iterator)
-    recorder.seconds[_DATA] += recorder.mark(_LEAVE, 0, 0, site, index) - started
-    drawn = flow.drawn.popleft() if flow.drawn else []
+    now = recorder.mark(_LEAVE, 0, 0, site, index)
+    if started:
+        recorder.seconds[_DATA] += now - started
+    drawn = flow.drawn.popleft() if flow.drawn and flow.rests == recorder.rests else []
     if lap is not None:
         lap.samples += len(drawn)
         if lap.seen is not None:

@@ -30,15 +30,20 @@ def _wrap(recorder: Recorder, original: Callable[..., Any]) -> Callable[..., Any
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         if is_dynamo_compiling():
             return original(self, *args, **kwargs)
-        entered = _enter(recorder, self, args, kwargs)
+        if recorder.only_counts:
+            entered = None
+            recorder.turns += self.training and self.require_backward_grad_sync and _is_grad_enabled()
+        else:
+            entered = _enter(recorder, self, args, kwargs)
         try:
             return original(self, *args, **kwargs)
         except Exception as error:
             note_unused(recorder, self, error)
-            note_raised(recorder, "forward", entered[0] if entered else 0, error)
+            note_raised(recorder, "forward", entered[0] if entered else recorder.sites.here(1), error)
             raise
         finally:
-            _leave(recorder, entered)
+            if not recorder.only_counts:
+                _leave(recorder, entered)
 
     return call
 
@@ -75,6 +80,8 @@ def _print_inputs(recorder: Recorder, wrapped: Wrapped, args: Any, kwargs: Any, 
 
 @contained
 def _leave(recorder: Recorder, entered: tuple[int, float, int] | None) -> None:
+    """entered: None for a call whose beginning was not watched."""
+    site, started, number = entered or (0, 0.0, 0)
+    now = recorder.mark(_LEAVE, 0, 0, site, number)
     if entered is not None:
-        site, started, number = entered
-        recorder.seconds[_FORWARD] += recorder.mark(_LEAVE, 0, 0, site, number) - started
+        recorder.seconds[_FORWARD] += now - started

@@ -87,6 +87,10 @@ class Optimizers:
         self.made = 0
         self._left: dict[int, int] = {}  # by optimizer: steps until it is looked at again
 
+    def is_busy(self) -> bool:
+        """Whether parameters are still to be compared in certain steps."""
+        return any(one.plain and one.next_step < _NEVER for one in self.known.values())
+
     def is_turn(self, key: int) -> bool:
         """Whether to look at this optimizer, by its id, before this step of it."""
         left = self._left.get(key, 0)
@@ -102,6 +106,7 @@ class Optimizers:
         names, is_sharded = _names_of(modules, groups), any(_is_sharded(module) for _, module in modules)
         self.known[optimizer] = Followed(self.made, site, names, is_sharded)
         self._left.pop(id(optimizer), None)  # of one that has gone
+        self._recorder.wake()
 
     @contained
     def before_step(self, optimizer: Any) -> None:
@@ -183,9 +188,10 @@ def next_turn(step: int) -> int:
 
 def watch_plain_models(recorder: Recorder) -> None:
     optimizers = Optimizers(recorder)
+    recorder.keeps_awake.append(optimizers.is_busy)
 
     def before(optimizer: Any, args: Any, kwargs: Any) -> None:
-        if optimizers.is_turn(id(optimizer)):
+        if not recorder.only_counts and optimizers.is_turn(id(optimizer)):
             optimizers.before_step(optimizer)
 
     replace(Optimizer, "__init__", lambda original: _wrap_made(recorder, optimizers, original))

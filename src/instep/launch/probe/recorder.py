@@ -37,6 +37,7 @@ _LATER = tuple(
     layout.KIND_NUMBER[f"{end}-{part}"] for end in ("enter", "leave") for part in ("data", "forward", "step")
 )
 _AT_ONCE_STEPS, _SHORT_SECONDS, _MOST_WAITING = 64, 0.05, 48
+WOKEN_STEPS = 32  # watched at least, after something new
 _EVERYWHERE = [kind != _LEAVE_BACKWARD for kind in _ALL]  # who leaves that mark has read it just before
 
 
@@ -71,6 +72,13 @@ class Recorder:
         self._marks: deque[tuple[Any, ...]] = deque()  # that wait to be written
         self._steps: deque[tuple[tuple[Any, ...], tuple[float, ...]]] = deque()
         self._holds_back, self._step_ended = False, 0.0
+        self.only_counts = False  # of these steps: no marks are left (see watched_steps.py)
+        self.rests = 0  # how often that began
+        self.keeps_awake: list[Callable[[], bool]] = []  # whether something needs each step to be watched
+        self.count_batches: Callable[[], None] = _nothing  # brings `batches` up to date
+        self.start_watching: Callable[[], None] = _nothing  # starts the thread, where it does not run yet
+        self.is_cut, self.woken_at = False, 0.0  # the step that runs is watched from there on, not from its beginning
+        self.awake_until = 0  # number of the step up to which all are watched
 
     def mark(
         self, kind: int, operation: int = 0, flags: int = 0, site: int = 0, count: int = 0, elements: int = 0
@@ -89,6 +97,22 @@ class Recorder:
             self.flush()
         return now
 
+    def wake(self) -> None:
+        """From here on marks are left, for some steps. Called by the main thread, or by the one that watches."""
+        self.awake_until = self.num_steps + WOKEN_STEPS
+        if self.only_counts:
+            self.woken_at, self.is_cut = monotonic(), True
+            self.sequence = count_operations()
+            self.only_counts = False
+
+    def mark_from_outside(self, kind: int, site: int, sequence: int, elements: int = 0) -> None:
+        """By the watching thread: what the main thread has come to while it left no marks."""
+        number, self.kind = self.num_marks, kind
+        at, step = _MARKS + number % _SLOTS * _MARK_BYTES, self.num_steps & 0xFFFFFFFF
+        self._marks.append((at, kind, 0, 0, site, sequence, step, 0, elements, monotonic()))
+        self.num_marks = number + 1
+        self.flush()
+
     def flush(self) -> None:
         """Writes into the page what waits to be written. Called by the main thread, and some times a second by the one
         that watches; each row is taken by one of them, and has its place already."""
@@ -99,6 +123,8 @@ class Recorder:
             _pack_number(page, layout.NUM_MARKS, number)
             if self._steps:
                 self._flush_steps(page)
+            elif self.rests:
+                _pack_number(page, layout.NUM_STEPS, self.num_steps)  # the last ones may have been counted only
         except IndexError:
             return  # the other thread was faster
 
@@ -175,6 +201,10 @@ class Recorder:
         self.page = bytearray(layout.PAGE_BYTES)
         self._marks.clear()
         self.log.forget()
+
+
+def _nothing() -> None:
+    return None
 
 
 _groups: list[Any] = []  # torch's table of process groups, once it was found

@@ -56,7 +56,7 @@ class Schedules:
     def before_step(self) -> None:
         """Where there are any; in the first steps always, later now and then."""
         steps = self._recorder.num_steps
-        if self._rows and (steps < _ALWAYS or steps % _EVERY == 0):
+        if self._rows and not self._recorder.only_counts and (steps < _ALWAYS or steps % _EVERY == 0):
             self._read(steps)
 
     @contained

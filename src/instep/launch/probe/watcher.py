@@ -18,6 +18,7 @@ from instep.launch.probe import flight
 from instep.launch.probe.exits import handled_error
 from instep.launch.probe.recorder import Recorder, contained
 from instep.launch.probe.sites import is_users_file, user_stack
+from instep.launch.probe.standing import Standing
 from instep.records import recording as layout
 from instep.records.run_dir import write_json
 
@@ -34,6 +35,7 @@ class Watcher:
         self._snapshot = snapshot
         self._thread: threading.Thread | None = None
         self._last_call: tuple[int, int] = (0, 0)
+        self._standing = Standing(recorder)
         self._forwards = self._marks = 0
         self._lines: Counter[tuple[str, int]] = Counter()
         self._num_lines = 0
@@ -66,9 +68,11 @@ class Watcher:
     def _look(self) -> None:
         """While marks come in, nobody asks what the rank waits for: then only that it lives is shown."""
         self._recorder.flush()
+        frame = sys._current_frames().get(self._recorder.main_thread or 0)
+        if self._recorder.only_counts:
+            self._standing.look(frame)
         page, marks = self._recorder.page, self._recorder.num_marks
         layout.F64.pack_into(page, layout.BEAT, time.monotonic())
-        frame = sys._current_frames().get(self._recorder.main_thread or 0)
         if marks == self._marks:
             self._look_closely(page, frame)
         else:

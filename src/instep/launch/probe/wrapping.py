@@ -48,6 +48,7 @@ class Wrapped:
         self.averaged_by_hand = self.catching = False
         self.caught = 0
         self.sequence_before = 0
+        self.rests = 0  # of the recorder, at its newest step that was watched
         self.uses_default = getattr(model, "process_group", None) is dist.group.WORLD
 
     def sequence(self, of_default: int) -> int:
@@ -209,6 +210,7 @@ def describe_classes(module: torch.nn.Module) -> list[dict[str, Any]]:
 def _remember(recorder: Recorder, model: DistributedDataParallel, site: int) -> None:
     wrapped = Wrapped(len(WRAPPERS.all), model, site)
     wrapped.used = watch_used(recorder, wrapped.number, wrapped.parameters, model)
+    recorder.wake()
     WRAPPERS.all.append(wrapped)
     if len(WRAPPERS.all) > 16:  # scripts that wrap again and again, as trainers do between stages
         WRAPPERS.all = [one for one in WRAPPERS.all if one.model() is not None]

@@ -113,7 +113,7 @@ def describe(mispairing: Mispairing) -> str:
     two = next(slot for slot in mispairing.slots if slot.meaning != one.meaning)
     if mispairing.odd is not None and mispairing.expected is not None:
         got = f", and went on to {_name(mispairing.got)}" if mispairing.got else ""
-        return f"in step {mispairing.step} rank {mispairing.odd} left out {_name(mispairing.expected)}{got}"
+        return f"{mispairing.when} rank {mispairing.odd} left out {_name(mispairing.expected)}{got}"
     return f"collective {one.sequence} is {one.describe()} on rank {one.rank}, but {two.describe()} on rank {two.rank}"
 
 

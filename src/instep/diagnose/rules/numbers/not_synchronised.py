@@ -34,7 +34,7 @@ def check(run: RunView) -> Iterator[Finding]:
     if not run.is_whole or run.world_size < 2 or not all(_trains_alone(view, run.world_size) for view in run.ranks):
         return
     view = run.ranks[0]
-    last = view.page.step_mark(view.num_steps) if view.page else None
+    last = view.page.newest_step_mark if view.page else None
     step = view.site(last.site) if last else None
     where = _model_line(step) or step
     yield Finding(
@@ -59,13 +59,8 @@ def _trains_alone(view: RankView, world_size: int) -> bool:
     if page is None or page.num_steps < MIN_STEPS or view.named("wrap") or view.named("point-to-point"):
         return False
     shared = any(row.get("replicas") == world_size and row.get("shuffles") for row in loaders_by_key(view).values())
-    first, last = page.step_mark(max(2, page.num_steps - 400)), page.step_mark(page.num_steps)
-    return (
-        shared
-        and first is not None
-        and last is not None
-        and (first.sequence, first.calls) == (last.sequence, last.calls)
-    )
+    marks = [mark for mark in page.step_marks() if mark.step > 1]
+    return shared and len(marks) > 1 and (marks[0].sequence, marks[0].calls) == (marks[-1].sequence, marks[-1].calls)
 
 
 def _model_line(step: CallSite | None) -> CallSite | None:

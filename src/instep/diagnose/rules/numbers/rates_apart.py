@@ -22,7 +22,6 @@ from instep.diagnose.model_facts import same_group, wraps
 from instep.diagnose.naming import short
 from instep.diagnose.run_view import RunView
 from instep.diagnose.source import load
-from instep.records import recording as layout
 from instep.records.finding import CallSite, Finding
 
 
@@ -35,12 +34,12 @@ def check(run: RunView) -> Iterator[Finding]:
         found = _first_difference(run) if len(members) == len(run.ranks) and not joins else None
         if found is None:
             return
-        step, rates = found
+        step, rates, equal_at = found
         fed = _scheduler(run)
         where = fed or find_assignment(_step_site(run)) or (_made_at(run) if step == 1 else None)
         yield Finding(
             id="numbers/rates-apart",
-            title=f"the ranks use different learning rates from step {step} on: {', '.join(f'{rate:.3g}' for rate in rates.values())}",
+            title=f"the ranks use different learning rates {_since(step, equal_at)}: {', '.join(f'{rate:.3g}' for rate in rates.values())}",
             cause=f"The scheduler at {short(where)} was fed with a value that each rank computed for itself."
             if fed
             else f"What {short(where)} sets the rate to differs between ranks."
@@ -57,14 +56,25 @@ def check(run: RunView) -> Iterator[Finding]:
         )
 
 
-def _first_difference(run: RunView) -> tuple[int, dict[int, float]] | None:
+def _since(step: int, equal_at: int) -> str:
+    """equal_at: the newest step before in which they were seen to be equal; of short steps only some are compared."""
+    return (
+        f"from step {step} on"
+        if equal_at + 1 >= step or not equal_at
+        else f"since a step between {equal_at} and {step}"
+    )
+
+
+def _first_difference(run: RunView) -> tuple[int, dict[int, float], int] | None:
     pages = {view.rank: view.page for view in run.ranks if view.page is not None}
-    last = min(page.num_steps for page in pages.values())
-    for step in range(max(1, last - layout.NUM_STEP_SLOTS + 1), last + 1):
+    tables = [set(page.counts_by_step()) for page in pages.values()]
+    equal_at = 0
+    for step in sorted(tables[0].intersection(*tables[1:])):
         marks = {rank: page.step_mark(step) for rank, page in pages.items()}
         rates = {rank: mark.rate for rank, mark in marks.items() if mark is not None}
         if len(rates) == len(pages) and max(rates.values()) - min(rates.values()) > 1e-6 * max(rates.values()):
-            return step, rates
+            return step, rates, equal_at
+        equal_at = step
     return None
 
 
@@ -85,7 +95,7 @@ def _made_at(run: RunView) -> CallSite | None:
 
 def _step_site(run: RunView) -> CallSite | None:
     view = run.ranks[0]
-    mark = view.page.step_mark(view.num_steps) if view.page else None
+    mark = view.page.newest_step_mark if view.page else None
     return view.site(mark.site) if mark is not None else None
 
 

@@ -51,7 +51,7 @@ def _passes(view: RankView) -> Iterator[tuple[Event, list[Event]]]:
     loaders = {event["loader"]: event for event in view.named("loader")}
     for lap in view.named("lap"):
         event = loaders.get(lap["loader"])
-        if event is not None and lap["backwards"] >= 2 and lap["exhausted"]:
+        if event is not None and lap["backwards"] >= 2 and lap["exhausted"] and lap["order"]:
             groups[(keys[lap["loader"]][:2], event["length"])].append((event, lap))
     for rows in groups.values():
         yield rows[0][0], [lap for _, lap in rows]

@@ -61,7 +61,7 @@ def _averages_per_step(view: RankView) -> tuple[int, CallSite | None] | None:
     page = view.page
     if page is None or page.num_steps < 3 or len(_trained_models(view)) != 1:
         return None
-    marks = [mark for step in range(2, page.num_steps + 1) if (mark := page.step_mark(step)) is not None]
+    marks = [mark for mark in page.step_marks() if mark.step > 1]
     counts = [two.reduced - one.reduced for one, two in pairwise(marks) if two.step == one.step + 1]
     if not counts or marks[-1].backwards < MIN_BACKWARDS:
         return None
