@@ -101,22 +101,24 @@ def make_work() -> Call:
     return lambda: torch.autograd.grad(model(inputs).square().mean(), parameters)
 
 
-def time_parts(parts: dict[str, Call], switch: Any, rounds: int, between: Call | None) -> dict[str, list[float]]:
-    """Seconds that each part takes more with its hooks than without, per round."""
+def time_parts(
+    parts: dict[str, Call], switch: Any, kind: str, rounds: int, between: Call | None
+) -> dict[str, list[float]]:
+    """Seconds that each part takes more with its hooks than without, per round. kind: of the steps, watched or counted."""
     more: dict[str, list[float]] = {name: [] for name in parts}
     for _ in range(_CHANGES):
-        taken: dict[bool, list[list[float]]] = {True: [], False: []}
-        for watched, rows in taken.items():
-            switch(watched)
+        taken: dict[str, list[list[float]]] = {kind: [], "bare": []}
+        for one, rows in taken.items():
+            switch(one)
             for _ in range(_SETTLE):
                 for call in parts.values():
                     call()
             for _ in range(rounds // _CHANGES):
                 rows.append([time_once(call, between) for call in parts.values()])
-        for on, off in zip(taken[True], taken[False]):
+        for on, off in zip(*taken.values()):
             for name, with_hook, without in zip(parts, on, off):
                 more[name].append(with_hook - without)
-    switch(True)
+    switch("watched")
     return more
 
 
@@ -186,12 +188,15 @@ def start() -> str:
     return f"start: {taken * 1e3:.0f} ms, {grown / 2**20:.1f} MiB, {len(sys.modules) - known} modules"
 
 
-def table(cold: dict[str, list[float]], warm: dict[str, list[float]]) -> str:
-    rows = [f"{'hooks of':10}{'cold, us':>24}{'warm, us':>24}"]
-    sums = [[sum(row) for row in zip(*taken.values())] for taken in (cold, warm)]
-    for name, taken in [*((name, (cold[name], warm[name])) for name in PARTS), ("a step", sums)]:
-        rows.append(f"{name:10}{show(taken[0]):>24}{show(taken[1]):>24}")
-    return "\n".join(rows)
+def table(measured: dict[str, dict[str, list[float]]]) -> str:
+    """measured: by the head of a column."""
+    lines = ["".join([f"{'hooks of':8}", *(f"{head:>24}" for head in measured)])]
+    for name in (*PARTS, "a step"):
+        cells = [
+            parts[name] if name in parts else [sum(row) for row in zip(*parts.values())] for parts in measured.values()
+        ]
+        lines.append("".join([f"{name:8}", *(f"{show(cell):>24}" for cell in cells)]))
+    return "\n".join(lines)
 
 
 def show(seconds: list[float]) -> str:
@@ -222,9 +227,11 @@ def main() -> None:
     for _ in range(100):  # past the first steps, of which more is kept
         for call in parts.values():
             call()
-    warm = time_parts(parts, switch, 2 * args.rounds, None)
-    cold = time_parts(parts, switch, args.rounds, work)
-    figures = f"{table(cold, warm)}\n{watch_thread(work, args.seconds)}\n{began}"
+    measured: dict[str, dict[str, list[float]]] = {}
+    for kind in ("counted", "watched"):
+        measured[f"{kind}, cold"] = time_parts(parts, switch, kind, args.rounds, work)
+        measured[f"{kind}, warm"] = time_parts(parts, switch, kind, 2 * args.rounds, None)
+    figures = f"{table(measured)}\n{watch_thread(work, args.seconds)}\n{began}"
     dist.destroy_process_group()
     print(figures)
     if args.out:

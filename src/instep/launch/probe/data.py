@@ -351,7 +351,7 @@ def _end_lap(recorder: Recorder, lap: Lap, exhausted: bool) -> None:
         lap=lap.number,
         epoch=lap.epoch,
         batches=lap.batches,
-        samples=lap.samples if is_followed else _count_samples(lap, exhausted),
+        samples=lap.samples if is_followed else _count_samples(lap),
         exhausted=exhausted,
         order=lap.indices & 0xFFFFFFFFFFFF if is_followed or lap.listed == _LISTED else 0,
         site=lap.site,
@@ -362,9 +362,9 @@ def _end_lap(recorder: Recorder, lap: Lap, exhausted: bool) -> None:
     )
 
 
-def _count_samples(lap: Lap, exhausted: bool) -> int:
-    loader = lap.loader
-    return loader.num_samples if exhausted else min(lap.batches * loader.batch_size, loader.num_samples)
+def _count_samples(lap: Lap) -> int:
+    """Of a pass that was not followed all the way; 0 for batches of unknown size."""
+    return min(lap.batches * lap.loader.batch_size, lap.loader.num_samples)
 
 
 def _count_batch(recorder: Recorder, lap: Lap | None, iterator: Any, more: int) -> int:
