@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from instep.errors import InstepError, UsageError
 from instep.records.finding import CallSite
-from instep.train.absent import is_absent
+from instep.train.absent import PENALTY
 from instep.train.call_site import is_users, site_at, user_call_site
 from instep.train.reduce.local_part import TENSOR_AXIS
 
@@ -37,9 +37,9 @@ def explain_read(error: BaseException, models: Sequence[nn.Module]) -> UsageErro
     if isinstance(error, InstepError) or not isinstance(error, (RuntimeError, NotImplementedError)) or not frames:
         return None
     is_in_dtensor = frames[-1][0].f_code.co_filename.startswith(_DTENSORS)
-    if not (is_in_dtensor or "DTensor" in str(error) or "meta" in str(error)):
+    if not (is_in_dtensor or "DTensor" in str(error)):
         return None
-    names = {id(p): name for model in models for name, p in model.named_parameters() if _is_part(p)}
+    names = {id(p): name for model in models for name, p in model.named_parameters() if isinstance(p, DTensor)}
     for frame, line in reversed(frames):
         loss = None if is_users(frame) else frame.f_locals.get("loss")  # of step.backward
         read = _named_in(frame, line) if is_users(frame) else [loss] if isinstance(loss, Tensor) else []
@@ -66,28 +66,18 @@ def _refuse(name: str, parameter: nn.Parameter, gradient: Tensor) -> None:
     raise UsageError(_say(name, parameter, user_call_site(), by_loss=True))
 
 
-def _is_part(parameter: Tensor) -> bool:
-    return isinstance(parameter, DTensor) or is_absent(parameter)
-
-
-def _say(name: str, parameter: Tensor, site: CallSite | None, *, by_loss: bool) -> str:
+def _say(name: str, parameter: Any, site: CallSite | None, *, by_loss: bool) -> str:
     at = f"{os.path.basename(site.file)}:{site.line} ({site.source})" if site else "an unknown line"
     at = f"by the loss that comes to {at}" if by_loss else f"at {at}"
     layer = name.rpartition(".")[0] or name
-    penalty = "A penalty on weights is the optimizer's weight_decay, or is added to param.grad between step.reduce() and step.update()."
-    if not isinstance(parameter, DTensor):
-        return (
-            f"{name} is read {at}, and another rank of the pipeline holds it. Compute with it inside the forward of {layer}. "
-            f"{penalty}"
-        )
     if parameter.device_mesh.mesh_dim_names == (TENSOR_AXIS,):
         return (
             f"{name} is read past the forward of {layer} {at}, and each of {parameter.device_mesh.size()} ranks holds a part of "
-            f"it. Call the layer, or keep it whole: Parallel(tensor=..., plan={{{layer!r}: 'whole'}}). {penalty}"
+            f"it. Call the layer, or keep it whole: Parallel(tensor=..., plan={{{layer!r}: 'whole'}}). {PENALTY}"
         )
     return (
         f"{name} is read outside the forward of {layer} {at}, where each rank has only its share of it. Compute with it inside "
-        f"that forward, or train with 'ddp' or 'zero1'. {penalty}"
+        f"that forward, or train with 'ddp' or 'zero1'. {PENALTY}"
     )
 
 

@@ -16,7 +16,7 @@ from instep.errors import UsageError
 from instep.records.choice import Choice
 from instep.records.parallel import Parallel
 from instep.records.schedules import SCHEDULES, stages_per_rank
-from instep.train.absent import Absent
+from instep.train.absent import Absent, Origin
 from instep.train.arguments import Arguments
 from instep.train.mesh import Grid, places
 from instep.train.reduce.stages import Tied
@@ -85,8 +85,9 @@ def share_out(
     holders = _holders(model, cuts, ranks)
     if split.shard != 1 or offload:
         _check_units(model, cuts, ranks)
-    replaced = _replace(model, holders, world.rank)
-    _replace_buffers(model, cuts, {stage for stage, rank in enumerate(ranks) if rank == world.rank})
+    global_ranks = _global_ranks(world, grid.world.rank)
+    replaced = _replace(model, holders, world.rank, global_ranks)
+    _replace_buffers(model, cuts, ranks, world.rank, global_ranks)
     _move(model, device, parameters=not offload)
     if optimizer is not None:
         _follow(optimizer, replaced)
@@ -192,27 +193,41 @@ def _holders(model: nn.Module, cuts: Cuts, ranks: Sequence[int]) -> dict[int, se
     return holders
 
 
-def _replace(model: nn.Module, holders: dict[int, set[int]], rank: int) -> dict[nn.Parameter, Absent]:
+def _global_ranks(pipeline: World, rank: int) -> tuple[int, ...]:
+    """Of the ranks of a pipeline, in order, among all ranks. rank: of this one, among all."""
+    parts = pipeline.division or [tuple(range(pipeline.size))]
+    return next(part for part in parts if rank in part)
+
+
+def _replace(
+    model: nn.Module, holders: dict[int, set[int]], rank: int, global_ranks: Sequence[int]
+) -> dict[nn.Parameter, Absent]:
     """Puts stand-ins for what other ranks hold; one for all names of a tied parameter."""
     replaced: dict[nn.Parameter, Absent] = {}
-    for module in list(model.modules()):
+    for prefix, module in list(model.named_modules()):
         for name, parameter in module._parameters.items():
-            if parameter is not None and rank not in holders[id(parameter)]:
-                if parameter not in replaced:
-                    replaced[parameter] = Absent.of(parameter)
-                module._parameters[name] = replaced[parameter]
+            if parameter is None or rank in holders[id(parameter)]:
+                continue
+            if parameter not in replaced:
+                holder = global_ranks[min(holders[id(parameter)])]
+                origin = Origin(f"{prefix}.{name}".lstrip("."), holder, global_ranks[rank])
+                replaced[parameter] = Absent.of(parameter, origin)
+            module._parameters[name] = replaced[parameter]
     return replaced
 
 
-def _replace_buffers(model: nn.Module, cuts: Cuts, held: set[int]) -> None:
+def _replace_buffers(
+    model: nn.Module, cuts: Cuts, ranks: Sequence[int], rank: int, global_ranks: Sequence[int]
+) -> None:
     """Of modules that only run elsewhere; buffers of others (positions, masks) are for every stage."""
     for piece in find_pieces(model, cuts):
-        if piece.stage is None or piece.stage in held:
+        if piece.stage is None or ranks[piece.stage] == rank:
             continue
-        for module in piece.module.modules():
+        for prefix, module in piece.module.named_modules(prefix=piece.name):
             for name, buffer in module._buffers.items():
                 if buffer is not None:
-                    module._buffers[name] = Absent.of(buffer)
+                    origin = Origin(f"{prefix}.{name}", global_ranks[ranks[piece.stage]], global_ranks[rank])
+                    module._buffers[name] = Absent.of(buffer, origin)
 
 
 def _move(model: nn.Module, device: torch.device, *, parameters: bool) -> None:
