@@ -155,11 +155,13 @@ def _check_sync_batch_norm(run: Run) -> None:
     """Raises UsageError where a rank would hold several micro-batches, or none."""
     size = run._grid.data.size
     if run._slots.count != size:
-        fitting = run._arguments.global_batch / size
+        global_batch = run._arguments.global_batch
+        fitting = f"Set micro_batch={global_batch // size}, which is global_batch / ranks"
+        if global_batch % size:
+            fitting = f"Take a global_batch that {size} divides ({global_batch} is not), with micro_batch = global_batch / {size}"
         raise UsageError(
             f"sync_batch_norm=True takes its statistics over the global batch at once, so each rank has to hold one "
-            f"micro-batch: {run._slots.count} micro-batches on {size} ranks do not. Set micro_batch to "
-            f"global_batch / ranks = {fitting:g}, or leave sync_batch_norm out."
+            f"micro-batch: {run._slots.count} micro-batches on {size} {'rank' if size == 1 else 'ranks'} do not. {fitting}, or leave sync_batch_norm out."
         )
 
 

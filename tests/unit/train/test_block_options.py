@@ -12,7 +12,7 @@ from torch import nn
 
 import instep
 from instep.overrides import read_override
-from instep.records.parallel import Parallel
+from instep.records.parallel import Parallel, read_parallel
 from instep.train.techniques.block_options import BlockOptions, read_block_options
 from instep.train.techniques.compile_blocks import check_cpp_compiler, compile_blocks
 from instep.train.techniques.offload import check_host_memory, check_offload, host_bytes
@@ -46,11 +46,11 @@ def test_offload_without_shards_is_refused() -> None:
     with pytest.raises(
         instep.UsageError,
         match=re.escape(
-            "offload=True moves the parameters of a sharded model to the host, and replicate=2 shards none: take "
+            "offload=True moves the parameters of a sharded model to the host, and 'ddp' shards none: take "
             "parallel='zero3' or 'zero2', or leave offload out."
         ),
     ):
-        check_offload(Parallel(replicate=2))
+        check_offload(read_parallel("ddp"))
     check_offload(Parallel(shard=None))  # on one rank too, so that a script runs on any number
 
 
@@ -88,8 +88,6 @@ def test_compile_without_blocks_is_refused(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_local_sgd_can_be_set_from_outside() -> None:
-    from instep.records.parallel import read_parallel
-
     assert read_parallel("replicate,average_every=8") == Parallel(replicate=None, average_every=8)
     with pytest.raises(instep.UsageError, match=re.escape("Parallel(average_every=None): it is a number of steps")):
         read_parallel("replicate,average_every")
@@ -107,8 +105,6 @@ def test_local_sgd_can_be_set_from_outside() -> None:
     ],
 )
 def test_local_sgd_is_for_whole_copies(parallel: Parallel, text: str) -> None:
-    from instep.records.parallel import read_parallel
-
     with pytest.raises(instep.UsageError, match=re.escape(text)):
         read_parallel(parallel)
 

@@ -77,7 +77,8 @@ def share_out(
     """
     assert split.pipeline is not None
     per_rank = stages_per_rank(split.schedule, split.cut, split.pipeline)
-    cuts = cut_model(model, split.pipeline * per_rank, split.cut, split.describe())
+    asked = split.describe() + (f" with schedule={split.schedule!r}" if per_rank > 1 else "")
+    cuts = cut_model(model, split.pipeline * per_rank, split.cut, asked, per_rank=per_rank)
     device = grid.world.device
     tracer = Tracer(model, cuts, device)
     world = pipeline_world(grid)
