@@ -7,7 +7,6 @@ knows which parameter it comes from, and what would need its numbers is refused 
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -18,7 +17,7 @@ from torch.utils._pytree import tree_iter, tree_map_only
 
 from instep.errors import UsageError
 from instep.records.finding import CallSite
-from instep.train.call_site import user_call_site
+from instep.train.call_site import say_site, user_call_site
 
 PENALTY = "A penalty on weights is the optimizer's weight_decay, or is added to param.grad between step.reduce() and step.update()."
 _INTO = ("__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__")  # write their first argument
@@ -136,7 +135,7 @@ def check_there(value: object) -> None:
 def check_loss(loss: object) -> None:
     """Raises UsageError for a loss that reads what another rank holds."""
     if isinstance(loss, WithoutNumbers):
-        at = _at(loss.origin.here())
+        at = say_site(loss.origin.here().read)
         layer = loss.origin.name.rpartition(".")[0] or loss.origin.name
         raise UsageError(
             f"{loss.origin.name} is read by the loss{at}, and {_say_who(loss.origin)}. Compute with it inside the forward of "
@@ -182,15 +181,10 @@ def _refusal(origin: Origin, function: str = "") -> UsageError:
     if origin.name.endswith(".grad"):
         advice = "Run(clip_norm=...) clips by the norm over all ranks, which is step.grad_norm after the update"
     return UsageError(
-        f"{origin.name} is {verb}{_at(origin)}, and {_say_who(origin)}. {advice}; parameters that this rank holds itself have "
+        f"{origin.name} is {verb}{say_site(origin.read)}, and {_say_who(origin)}. {advice}; parameters that this rank holds itself have "
         "is_meta=False."
     )
 
 
 def _say_who(origin: Origin) -> str:
     return f"rank {origin.holder} holds it: rank {origin.rank} has other parts of the pipeline"
-
-
-def _at(origin: Origin) -> str:
-    site = origin.read
-    return f" at {os.path.basename(site.file)}:{site.line} ({site.source})" if site else ""
