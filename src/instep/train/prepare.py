@@ -116,15 +116,15 @@ def _split_model(run: Run, given: Given, share: Share | None) -> None:
         run._pipelines.append(make_pipeline(model, share, split, run._dtype))
     if given.is_sharded:
         assert mesh is not None
-        _shard(run, given, data_mesh(mesh), is_cut=share is not None)
+        _shard(run, given, data_mesh(mesh), share)
     if mesh is not None and given.optimizer is not None:
         follow_sharding(given.optimizer, before, dict(model.named_parameters()))
 
 
-def _shard(run: Run, given: Given, mesh: DeviceMesh, *, is_cut: bool) -> None:
+def _shard(run: Run, given: Given, mesh: DeviceMesh, share: Share | None) -> None:
     policy = choose_policy(given.options.offload, run.device)
-    if is_cut:
-        choice = shard_stages(run._pipelines[-1], mesh, run._grid.data, policy, given.split)
+    if share is not None:
+        choice = shard_stages(run._pipelines[-1], share, mesh, run._grid.data, policy, given.split)
         if choice is not None:
             run._observer.say(str(choice))
     else:
