@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from itertools import product
 from typing import Any
 
@@ -14,6 +14,7 @@ from instep.records.schedules import check_schedule, read_cut
 
 SHORT_NAMES = ("ddp", "zero1", "zero2", "zero3")
 AXES = ("replicate", "shard", "tensor", "pipeline")
+_FILL_COSTS = {"replicate": 0.5, "shard": 0.6}  # per doubling, where the axis was not asked for
 MORE = "More: instep explain startup/parallel-does-not-fit"
 
 
@@ -48,8 +49,19 @@ class Parallel:
     cut: tuple[str, ...] | list[str] | None = field(default=None, kw_only=True)
 
     def describe(self) -> str:
-        shown = [f"{axis}={getattr(self, axis)}" for axis in AXES if getattr(self, axis) != 1]
-        return " x ".join(shown) or "replicate=1"
+        """The degrees, or the short name that stands for the whole."""
+        shown = [f"{axis}={'rest' if (degree := getattr(self, axis)) is None else degree}" for axis in AXES]
+        name = self._short_name()
+        return repr(name) if name else " x ".join(text for text in shown if not text.endswith("=1")) or "replicate=1"
+
+    def write(self) -> str:
+        """All that is not as usual, as Python, or the short name."""
+        given = {each.name: getattr(self, each.name) for each in fields(self)}
+        shown = (f"{each.name}={given[each.name]!r}" for each in fields(self) if given[each.name] != each.default)
+        return self._short_name() or f"Parallel({', '.join(shown)})"
+
+    def _short_name(self) -> str | None:
+        return next((name for name, split in _BY_NAME.items() if split == self), None)
 
 
 _BY_NAME = {
@@ -128,11 +140,11 @@ def _read_written(text: str) -> Parallel | None:
     words: dict[str, str | bool] = {}
     cut: list[str] = []
     for part in re.split(r"\s*,\s*|\s+x\s+", text):
-        axis = re.fullmatch(rf"({'|'.join(AXES)}|average_every)(?:=(\d+|None))?", part)
+        axis = re.fullmatch(rf"({'|'.join(AXES)}|average_every)(?:=(\d+|None|rest))?", part)
         word = re.fullmatch(r"(schedule|cut|split_loss)=([\w.]+)", part)
         flag = re.fullmatch(r"(sequence|split_loss|gathered|share_optimizer|zero1)(?:=(True|true))?", part)
         if axis is not None:
-            degrees[axis[1]] = None if axis[2] in (None, "None") else int(axis[2])
+            degrees[axis[1]] = None if axis[2] in (None, "None", "rest") else int(axis[2])
         elif flag is not None and flag[1] == "zero1":
             words["share_optimizer"] = True
             degrees.setdefault("replicate", None)
@@ -176,18 +188,48 @@ def fit(parallel: Parallel, world_size: int) -> Parallel:
         return filled
     if None not in given and known == world_size:
         return parallel
+    raise UsageError(_does_not_fit(parallel, known, world_size))
+
+
+def _does_not_fit(parallel: Parallel, known: int, world_size: int) -> str:
     word = "rank" if world_size == 1 else "ranks"
-    raise UsageError(
-        f"{world_size} {word} cannot be split as {parallel.describe()} (= {known}). The degrees have to multiply to the number "
-        f"of ranks. Nearest that fit: {', '.join(_nearest(given, world_size))}. {MORE}"
+    what = (
+        f"{world_size} {word} cannot be split as {parallel.describe()} (= {known}). The degrees have to multiply to the number of "
+        "ranks."
     )
+    fills = any(getattr(parallel, axis) is None for axis in AXES)
+    below = world_size // known * known
+    counts = [below, below + known] if fills and below else [known]
+    ranks = " or ".join(map(str, counts)) + (" rank" if counts == [1] else " ranks")
+    nearest = _nearest(parallel, known, world_size)
+    if nearest:
+        return f"{what} Nearest that fit: {', '.join(nearest)}; or start {ranks}. {MORE}"
+    leave = " or leave parallel= out, for one rank holds the model whole." if world_size == 1 else ""
+    return f"{what} Start {ranks}, as `instep run -n {counts[-1]}` does{',' if leave else '.'}{leave} {MORE}"
 
 
-def _nearest(given: list[int | None], world_size: int, most: int = 3) -> list[str]:
-    wanted = [degree or 1 for degree in given]
-    used = [axis for axis, degree in zip(AXES, given) if degree != 1]
+def _nearest(parallel: Parallel, known: int, world_size: int, most: int = 3) -> list[str]:
+    """Splits with the axes that were asked for, none of them at 1, and copies or shards for ranks that are left."""
+    given = {axis: getattr(parallel, axis) for axis in AXES}
     divisors = [n for n in range(1, world_size + 1) if world_size % n == 0]
-    choices = [divisors if axis in used else [1] for axis in AXES]
-    fitting = [degrees for degrees in product(*choices) if math.prod(degrees) == world_size]
-    fitting.sort(key=lambda degrees: sum(abs(math.log2(a / b)) for a, b in zip(degrees, wanted)))
+    fixed = {"pipeline"} if parallel.cut is not None else set[str]()
+    if parallel.share_optimizer or parallel.average_every > 1:
+        fixed.add("shard")
+    choices: list[list[int]] = []
+    for axis, degree in given.items():
+        if axis in fixed:
+            choices.append([degree or 1])
+        elif degree == 1:
+            choices.append(divisors if axis in _FILL_COSTS else [1])
+        else:
+            choices.append([n for n in divisors if n > 1 or degree is None])
+
+    def distance(degrees: tuple[int, ...]) -> float:
+        wanted = {axis: degree or max(1.0, world_size / known) for axis, degree in given.items()}
+        return sum(
+            abs(math.log2(found / wanted[axis])) * (_FILL_COSTS.get(axis, 1.0) if given[axis] == 1 else 1.0)
+            for axis, found in zip(AXES, degrees)
+        )
+
+    fitting = sorted((each for each in product(*choices) if math.prod(each) == world_size > 1), key=distance)
     return [Parallel(**dict(zip(AXES, degrees))).describe() for degrees in fitting[:most]]

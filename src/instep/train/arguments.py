@@ -45,7 +45,7 @@ class Arguments:
     def as_json(self) -> dict[str, Any]:
         """What a checkpoint keeps and what all ranks have to agree on."""
         values = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "chosen"}
-        return {**values, "parallel": repr(self.parallel), "dir": None if self.dir is None else str(self.dir)}
+        return {**values, "parallel": self.parallel.write(), "dir": None if self.dir is None else str(self.dir)}
 
 
 def read_arguments(given: Mapping[str, Any]) -> Arguments:

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from instep.errors import UsageError
+from instep.train.absent import check_there
 
 MOST_BITS = 1023  # of a whole number that has to become a float
 MOST_SHOWN = 60  # characters of a value in an error
@@ -58,6 +59,7 @@ def read_number(call: str, value: Any, what: str) -> float:
 
 def plain_number(value: Any) -> float | None:
     """None for what is no real number."""
+    check_there(value)
     if isinstance(value, torch.Tensor):
         value = value.detach()
     if not isinstance(value, (int, float)) and callable(getattr(value, "item", None)):
@@ -87,6 +89,8 @@ def check_sendable(call: str, value: object) -> None:
     """Raises UsageError for what cannot be sent to another process; on one process too, so that none comes as news."""
     try:
         pickle.dumps(value)
+    except UsageError:  # of a parameter that another rank holds
+        raise
     except CANNOT_PICKLE as error:
         reason = "it refers to itself too deeply" if isinstance(error, RecursionError) else str(error).rstrip(".")
         raise UsageError(

@@ -6,7 +6,8 @@ import linecache
 import os
 import sys
 import threading
-from types import FrameType
+from collections.abc import Iterator
+from types import FrameType, TracebackType
 
 import torch
 
@@ -33,6 +34,24 @@ def is_users(frame: FrameType) -> bool:
 def site_at(frame: FrameType, line: int) -> CallSite:
     file = frame.f_code.co_filename
     return CallSite(file, line, linecache.getline(file, line).strip())
+
+
+def frames_of(error: BaseException) -> Iterator[tuple[FrameType, int]]:
+    """Those that an error has come through, outermost first, with the line in each."""
+    trace: TracebackType | None = error.__traceback__
+    while trace is not None:
+        yield trace.tb_frame, trace.tb_lineno
+        trace = trace.tb_next
+
+
+def site_of(error: BaseException) -> CallSite | None:
+    """The innermost line of the user's that an error has come through."""
+    return next((site_at(frame, line) for frame, line in reversed(list(frames_of(error))) if is_users(frame)), None)
+
+
+def say_site(site: CallSite | None) -> str:
+    """` at train.py:41 (loss = f(x))`, or nothing without a line."""
+    return f" at {os.path.basename(site.file)}:{site.line} ({site.source})" if site else ""
 
 
 def _outside(frame: FrameType | None) -> CallSite | None:

@@ -13,6 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from instep.errors import UsageError
+from instep.train.call_arguments import show
 
 
 def take_apart(model: Callable[..., Any], batch: Any) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
@@ -59,7 +60,7 @@ def read_loss(found: Any) -> tuple[Any, Any]:
     if isinstance(found, (tuple, list)) and len(found) == 2:
         return found[0], found[1]
     raise UsageError(
-        f"step.forward_backward: loss_fn returned a {type(found).__name__}; it has to return the loss, a tensor of shape (), "
+        f"step.forward_backward: loss_fn returned {show(found)}; it has to return the loss, a tensor of shape (), "
         "or a pair (loss, weight) where the loss is a mean over `weight` items."
     )
 
@@ -68,10 +69,10 @@ def check_functions(model: Any, loss_fn: Any) -> None:
     """Raises UsageError for what cannot be called."""
     if not callable(model):
         raise UsageError(
-            f"step.forward_backward got a {type(model).__name__} as its model; it takes the model that run.prepare was given."
+            f"step.forward_backward got {show(model)} as its model; it takes the model that run.prepare was given."
         )
     if not callable(loss_fn):
         raise UsageError(
-            f"step.forward_backward got a {type(loss_fn).__name__} as its loss_fn; it takes a function of the model's output "
+            f"step.forward_backward got {show(loss_fn)} as its loss_fn; it takes a function of the model's output "
             "and the targets, as torch.nn.functional.cross_entropy."
         )

@@ -25,7 +25,12 @@ def loop_steps(run: Run, loader: Loader | None, epochs: int | None, steps: int |
         hint = f" Without data: run.steps(steps={loader})." if isinstance(loader, int) else ""
         raise UsageError(f"run.steps got {show(loader)}; it takes what run.loader(...) returns.{hint}")
     if (epochs is None) == (steps is None):
-        raise UsageError(f"run.steps(epochs={epochs}, steps={steps}): give one of the two.")
+        given = (
+            f"run.steps got epochs={epochs} and steps={steps}"
+            if steps is not None
+            else "run.steps got neither epochs= nor steps="
+        )
+        raise UsageError(f"{given}: give one of the two, as run.steps(loader, epochs=10).")
     check_positive("epochs" if steps is None else "steps", epochs if steps is None else steps)
     if loader is None and steps is None:
         raise UsageError("run.steps without a loader has no epochs: say how many steps, run.steps(steps=1000).")

@@ -15,13 +15,15 @@ from instep.errors import UsageError
 from instep.records.parallel import Parallel
 from instep.train.call_arguments import show
 from instep.train.techniques.block_options import BlockOptions
+from instep.train.techniques.offload import has_own_memory
 
 EVERY = ("step", "epoch")
 
 
 @dataclass(frozen=True)
 class Given:
-    """The arguments of `run.prepare`. asked: the split as it was given; split: with all degrees as numbers."""
+    """The arguments of `run.prepare`. asked: the split as it was given; split: with all degrees as numbers; device: where the
+    model runs."""
 
     model: Any
     optimizer: Any
@@ -31,11 +33,15 @@ class Given:
     asked: Parallel
     split: Parallel
     options: BlockOptions
+    device: torch.device
 
     @property
     def is_sharded(self) -> bool:
-        """Whether FSDP2 holds the parameters: over several ranks, or to keep those of a stage on the host."""
-        return self.split.shard != 1 or (self.options.offload and self.split.pipeline != 1)
+        """Whether FSDP2 holds the parameters: over several ranks, or to keep those of a stage, or of a rank that has all of
+        them, on the host."""
+        if self.split.shard != 1 or not self.options.offload:
+            return self.split.shard != 1
+        return self.split.pipeline != 1 or (self.asked.shard != 1 and has_own_memory(self.device))
 
     @property
     def returned(self) -> Any:

@@ -17,7 +17,7 @@ from instep.train.parts import Given, check_every, check_new, check_optimizer, c
 from instep.train.reduce.shard_traffic import choose_traffic
 from instep.train.take_optimizer import take_optimizer
 from instep.train.techniques.block_options import BlockOptions, change_blocks
-from instep.train.techniques.offload import check_host_memory, check_offload, choose_policy
+from instep.train.techniques.offload import check_host_memory, check_offload, choose_policy, has_own_memory
 from instep.train.techniques.pipeline.share_out import (
     Share,
     advise_on_slots,
@@ -30,6 +30,7 @@ from instep.train.techniques.pipeline.share_out import (
 from instep.train.techniques.shard import check_shardable, follow_sharding, shard_parameters
 from instep.train.techniques.sync_batch_norm import convert_sync_batch_norm
 from instep.train.techniques.tensor.split import check_splittable, split_layers
+from instep.train.world import join_alone
 
 if TYPE_CHECKING:
     from instep.train.run import Run
@@ -49,7 +50,7 @@ def prepare_parts(
     world = run._entered()
     asked = run._arguments.parallel if parallel is None else read_parallel(parallel)
     split = run._grid.split if parallel is None else fit(asked, world.size)
-    given = Given(model, optimizer, scheduler, every, sync_batch_norm, asked, split, options)
+    given = Given(model, optimizer, scheduler, every, sync_batch_norm, asked, split, options, world.device)
     _check(run, given)
     number = next((i for i, known in enumerate(run._models) if known is model), len(run._models))
     if check_new(model, optimizer, run._models, [trained.optimizer for trained in run._trained]):
@@ -81,6 +82,10 @@ def _take_model(run: Run, given: Given, name: str) -> None:
         _check_sync_batch_norm(run)
     if options.offload:
         check_offload(given.asked)
+        if not has_own_memory(world.device):
+            run._observer.say(
+                "offload=True changes nothing here: the device is the CPU, whose memory is the host's (said once)"
+            )
         if given.is_sharded:
             check_host_memory(model, given.optimizer, split, world)
     on_host = (options.offload and given.is_sharded) or split.pipeline != 1
@@ -98,6 +103,8 @@ def _split_model(run: Run, given: Given, share: Share | None) -> None:
     """Layers first, then blocks, then what is left of each block. share: of a model that is cut into stages."""
     model, split, world = given.model, given.split, run._entered()
     before = dict(model.named_parameters())
+    if given.is_sharded and world.size == 1:
+        run._hooks.append(join_alone())
     mesh = build_mesh(split, world, keep_shard=given.is_sharded) if given.is_sharded or split.tensor != 1 else None
     if split.tensor != 1:
         assert mesh is not None
@@ -109,15 +116,15 @@ def _split_model(run: Run, given: Given, share: Share | None) -> None:
         run._pipelines.append(make_pipeline(model, share, split, run._dtype))
     if given.is_sharded:
         assert mesh is not None
-        _shard(run, given, data_mesh(mesh), is_cut=share is not None)
+        _shard(run, given, data_mesh(mesh), share)
     if mesh is not None and given.optimizer is not None:
         follow_sharding(given.optimizer, before, dict(model.named_parameters()))
 
 
-def _shard(run: Run, given: Given, mesh: DeviceMesh, *, is_cut: bool) -> None:
+def _shard(run: Run, given: Given, mesh: DeviceMesh, share: Share | None) -> None:
     policy = choose_policy(given.options.offload, run.device)
-    if is_cut:
-        choice = shard_stages(run._pipelines[-1], mesh, run._grid.data, policy, given.split)
+    if share is not None:
+        choice = shard_stages(run._pipelines[-1], share, mesh, run._grid.data, policy, given.split)
         if choice is not None:
             run._observer.say(str(choice))
     else:
@@ -155,11 +162,13 @@ def _check_sync_batch_norm(run: Run) -> None:
     """Raises UsageError where a rank would hold several micro-batches, or none."""
     size = run._grid.data.size
     if run._slots.count != size:
-        fitting = run._arguments.global_batch / size
+        global_batch = run._arguments.global_batch
+        fitting = f"Set micro_batch={global_batch // size}, which is global_batch / ranks"
+        if global_batch % size:
+            fitting = f"Take a global_batch that {size} divides ({global_batch} is not), with micro_batch = global_batch / {size}"
         raise UsageError(
             f"sync_batch_norm=True takes its statistics over the global batch at once, so each rank has to hold one "
-            f"micro-batch: {run._slots.count} micro-batches on {size} ranks do not. Set micro_batch to "
-            f"global_batch / ranks = {fitting:g}, or leave sync_batch_norm out."
+            f"micro-batch: {run._slots.count} micro-batches on {size} {'rank' if size == 1 else 'ranks'} do not. {fitting}, or leave sync_batch_norm out."
         )
 
 

@@ -11,7 +11,7 @@ import os
 import re
 from collections.abc import Iterator, Sequence
 from functools import partial
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any
 
 import torch
@@ -20,8 +20,8 @@ from torch.distributed.tensor import DTensor
 
 from instep.errors import InstepError, UsageError
 from instep.records.finding import CallSite
-from instep.train.absent import is_absent
-from instep.train.call_site import is_users, site_at, user_call_site
+from instep.train.absent import PENALTY
+from instep.train.call_site import frames_of, is_users, say_site, site_of, user_call_site
 from instep.train.reduce.local_part import TENSOR_AXIS
 
 _DTENSORS = os.path.join(os.path.dirname(os.path.abspath(torch.__file__)), "distributed", "tensor") + os.sep
@@ -33,20 +33,20 @@ _MOST_NODES = 10_000  # of a graph to look through
 
 def explain_read(error: BaseException, models: Sequence[nn.Module]) -> UsageError | None:
     """In words, an error that comes from such a read; None for all others."""
-    frames = list(_frames(error.__traceback__))
+    frames = list(frames_of(error))
     if isinstance(error, InstepError) or not isinstance(error, (RuntimeError, NotImplementedError)) or not frames:
         return None
     is_in_dtensor = frames[-1][0].f_code.co_filename.startswith(_DTENSORS)
-    if not (is_in_dtensor or "DTensor" in str(error) or "meta" in str(error)):
+    if not (is_in_dtensor or "DTensor" in str(error)):
         return None
-    names = {id(p): name for model in models for name, p in model.named_parameters() if _is_part(p)}
+    names = {id(p): name for model in models for name, p in model.named_parameters() if isinstance(p, DTensor)}
     for frame, line in reversed(frames):
         loss = None if is_users(frame) else frame.f_locals.get("loss")  # of step.backward
         read = _named_in(frame, line) if is_users(frame) else [loss] if isinstance(loss, Tensor) else []
         for parameter in (found for tensor in read for found in _parameters_of(tensor)):
             name = names.get(id(parameter)) or getattr(parameter, _NAME, None)
             if name is not None:
-                return UsageError(_say(name, parameter, _users_line(frames), by_loss=loss is not None))
+                return UsageError(_say(name, parameter, site_of(error), by_loss=loss is not None))
     return None
 
 
@@ -66,43 +66,22 @@ def _refuse(name: str, parameter: nn.Parameter, gradient: Tensor) -> None:
     raise UsageError(_say(name, parameter, user_call_site(), by_loss=True))
 
 
-def _is_part(parameter: Tensor) -> bool:
-    return isinstance(parameter, DTensor) or is_absent(parameter)
-
-
-def _say(name: str, parameter: Tensor, site: CallSite | None, *, by_loss: bool) -> str:
-    at = f"{os.path.basename(site.file)}:{site.line} ({site.source})" if site else "an unknown line"
+def _say(name: str, parameter: Any, site: CallSite | None, *, by_loss: bool) -> str:
+    at = say_site(site).removeprefix(" at ") or "an unknown line"
     at = f"by the loss that comes to {at}" if by_loss else f"at {at}"
     layer = name.rpartition(".")[0] or name
-    penalty = "A penalty on weights is the optimizer's weight_decay, or is added to param.grad between step.reduce() and step.update()."
-    if not isinstance(parameter, DTensor):
-        return (
-            f"{name} is read {at}, and another rank of the pipeline holds it. Compute with it inside the forward of {layer}. "
-            f"{penalty}"
-        )
     if parameter.device_mesh.mesh_dim_names == (TENSOR_AXIS,):
         return (
             f"{name} is read past the forward of {layer} {at}, and each of {parameter.device_mesh.size()} ranks holds a part of "
-            f"it. Call the layer, or keep it whole: Parallel(tensor=..., plan={{{layer!r}: 'whole'}}). {penalty}"
+            f"it. Call the layer, or keep it whole: Parallel(tensor=..., plan={{{layer!r}: 'whole'}}). {PENALTY}"
         )
     return (
         f"{name} is read outside the forward of {layer} {at}, where each rank has only its share of it. Compute with it inside "
-        f"that forward, or train with 'ddp' or 'zero1'. {penalty}"
+        f"that forward, or train with 'ddp' or 'zero1'. {PENALTY}"
     )
 
 
 # -- what the line that failed has read
-
-
-def _frames(trace: TracebackType | None) -> Iterator[tuple[FrameType, int]]:
-    """Outermost first, with the line in each."""
-    while trace is not None:
-        yield trace.tb_frame, trace.tb_lineno
-        trace = trace.tb_next
-
-
-def _users_line(frames: Sequence[tuple[FrameType, int]]) -> CallSite | None:
-    return next((site_at(frame, line) for frame, line in reversed(frames) if is_users(frame)), None)
 
 
 def _named_in(frame: FrameType, line: int) -> list[Tensor]:

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from instep.errors import UsageError
 from instep.records.finding import CallSite
 from instep.train import seeds
+from instep.train.absent import show_gradients
 from instep.train.agree import agree, describe_groups, digest_rates
 from instep.train.call_arguments import read_weight, show
 from instep.train.data.loader import MicroBatch, StepBatches
@@ -248,6 +249,8 @@ class Step:
             table, factor = self._reduce(trained)
             scale_gradients(trained.reducer.gradients(), factor)
             self._reduced[id(trained)] = table, 1.0
+            if self._run._pipelines:
+                show_gradients(trained.ordered, are_final=True)
 
     def _reduce(self, trained: Trained) -> tuple[Table, float]:
         if id(trained) in self._reduced:
@@ -287,6 +290,8 @@ class Step:
         run = self._run
         table, factor = self._reduce(trained)
         del self._reduced[id(trained)]
+        if run._pipelines:
+            show_gradients(trained.ordered, are_final=False)
         self._updated_at[id(trained)] = (self._pass, self._backwards)
         trained.new_passes.add(self._pass)
         if not table.counted:

@@ -37,7 +37,7 @@ def take_optimizer(run: Run, given: Given, name: str) -> Trained:
     if choice is not None:
         run._observer.say(str(choice))
     parameters = _order_parameters(run, optimizer, loose, f"run.prepare of {name}")
-    reducer = _make_reducer(run, given.model, parameters, given.split)
+    reducer = _make_reducer(run, given, parameters)
     trained = Trained(optimizer, reducer, parameters, Skips(run._observer.say, run._loss_scale.enabled))
     if given.split.share_optimizer and run._grid.data.size > 1:
         spread = choose_spread(reducer.transport, run._grid.data)
@@ -81,13 +81,12 @@ def _order_parameters(
 # -- the reducer
 
 
-def _make_reducer(
-    run: Run, model: nn.Module, parameters: list[nn.Parameter], split: Parallel
-) -> Reducer | ShardReducer:
+def _make_reducer(run: Run, given: Given, parameters: list[nn.Parameter]) -> Reducer | ShardReducer:
+    model, split = given.model, given.split
     pipeline = next((each for each in run._pipelines if each.model is model), None)
     if pipeline is not None:
         return _make_stage_reducer(run, pipeline, parameters, split)
-    if split.shard != 1:
+    if given.is_sharded:
         assert split.replicate is not None
         return ShardReducer(model, parameters, run._grid, split.replicate)
     if split.average_every > 1:

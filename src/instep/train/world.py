@@ -208,6 +208,26 @@ def _next_store(place: Place) -> dist.Store:
     return _stores[-1]
 
 
+@dataclass(frozen=True)
+class Alone:
+    """owns_group: made here, and to be given up."""
+
+    owns_group: bool
+
+    def remove(self) -> None:
+        if self.owns_group and dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def join_alone() -> Alone:
+    """A group for one process, for what works on groups whatever their size."""
+    if dist.is_initialized():
+        return Alone(owns_group=False)
+    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    return Alone(owns_group=True)
+
+
 def leave_world(world: World) -> None:
     """Gives up the groups that `join_world` made, without waiting for anyone."""
     if world.owns_group and dist.is_initialized():

@@ -143,3 +143,43 @@ def test_a_read_is_right_or_names_the_parameter() -> None:
         "(x = F.linear(x, self.middle.weight)), and each of 2 ranks holds a part of it. Call the layer, or keep it whole: "
         f"Parallel(tensor=..., plan={{'middle': 'whole'}}). {PENALTY}"
     )
+
+
+def train_in_stages(rank: int, size: int, parallel: Any) -> dict[str, Any]:
+    """What was said or learned: weights averaged by hand, gradients clipped by hand, L1 on gradients."""
+    return {how: _train_in_stages(parallel, how) for how in ("average", "clip", "decay")}
+
+
+def _train_in_stages(parallel: Any, how: str) -> Any:
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(FEATURES, 8), Block(), Block(), nn.Linear(8, CLASSES)).double()
+    kept = [p.detach().clone() for p in model.parameters()]
+    try:
+        with instep.Run(global_batch=16, micro_batch=4, parallel=parallel) as run:
+            run.prepare(model, sgd(model))
+            for step in run.steps(run.loader(data(32)), epochs=1):
+                step.forward_backward(model, F.cross_entropy)
+                step.reduce()
+                for parameter in model.parameters():
+                    if how == "decay" and parameter.grad is not None:
+                        parameter.grad.add_(0.05 * parameter.detach().sign())
+                if how == "clip":
+                    nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+                step.update()
+            if how == "average":
+                for average, parameter in zip(kept, model.parameters()):
+                    average.mul_(0.9).add_(parameter.detach(), alpha=0.1)
+    except instep.UsageError as error:
+        return str(error)
+    return step.loss
+
+
+def test_in_a_pipeline_it_says_who_holds_the_parameter() -> None:
+    one = train_in_stages(0, 1, "ddp")
+    first, last = run_ranks(train_in_stages, 2, instep.Parallel(pipeline=2))
+    assert first["decay"] == last["decay"] == pytest.approx(one["decay"], rel=1e-9)
+    for how, name in {"average": "weight", "clip": "weight.grad"}.items():
+        assert last[how].startswith(f"0.{name} is read at test_read_outside.py:")
+        assert ", and rank 0 holds it: rank 1 has other parts of the pipeline." in last[how]
+        assert ", and rank 1 holds it: rank 0 has other parts of the pipeline." in first[how]
+    assert all(isinstance(one[how], float) for how in one)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import instep
+from instep.train.prepare import _check_sync_batch_norm
 from instep.train.slots import plan_slots
 
 
@@ -208,6 +210,28 @@ def too_many_calls(run: instep.Run) -> None:
 
 
 @pytest.mark.parametrize(
+    ("global_batch", "advice"),
+    [
+        (12, "Set micro_batch=3, which is global_batch / ranks, or leave sync_batch_norm out."),
+        (
+            10,
+            "Take a global_batch that 4 divides (10 is not), with micro_batch = global_batch / 4, or leave sync_batch_norm out.",
+        ),
+    ],
+)
+def test_sync_batch_norm_names_sizes_that_are_possible(global_batch: int, advice: str) -> None:
+    run: Any = SimpleNamespace(
+        _grid=SimpleNamespace(data=SimpleNamespace(size=4)),
+        _slots=SimpleNamespace(count=10),
+        _arguments=SimpleNamespace(global_batch=global_batch),
+    )
+    with pytest.raises(
+        instep.UsageError, match=f"micro-batch: 10 micro-batches on 4 ranks do not. {re.escape(advice)}$"
+    ):
+        _check_sync_batch_norm(run)
+
+
+@pytest.mark.parametrize(
     ("mistake", "text"),
     [
         (no_optimizer, "step.backward has nothing to train: give an optimizer to run.prepare(model, optimizer) first."),
@@ -226,14 +250,17 @@ def too_many_calls(run: instep.Run) -> None:
         (
             sync_over_many_micro_batches,
             "sync_batch_norm=True takes its statistics over the global batch at once, so each rank has to hold one "
-            "micro-batch: 4 micro-batches on 1 ranks do not. Set micro_batch to global_batch / ranks = 8",
+            "micro-batch: 4 micro-batches on 1 rank do not. Set micro_batch=8, which is global_batch / ranks, or leave",
         ),
         (
             mean_inside_evaluation,
             "run.mean was called inside run.evaluate, where ranks have different numbers of batches",
         ),
         (dataset_as_loader, "run.steps got a TensorDataset; it takes what run.loader(...) returns."),
-        (neither_epochs_nor_steps, "run.steps(epochs=None, steps=None): give one of the two."),
+        (
+            neither_epochs_nor_steps,
+            "run.steps got neither epochs= nor steps=: give one of the two, as run.steps(loader, epochs=10).",
+        ),
         (epochs_without_data, "run.steps without a loader has no epochs: say how many steps"),
         (save_without_directory, "run.save needs a place for checkpoints: give Run a dir"),
         (restore_by_name_without_directory, "run.restore('step-5') needs a place for checkpoints"),

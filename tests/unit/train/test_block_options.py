@@ -8,11 +8,16 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+import torch.nn.functional as F
 from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.utils.data import TensorDataset
 
 import instep
 from instep.overrides import read_override
-from instep.records.parallel import Parallel
+from instep.records.parallel import Parallel, read_parallel
+from instep.train.reduce.local_part import local_part
 from instep.train.techniques.block_options import BlockOptions, read_block_options
 from instep.train.techniques.compile_blocks import check_cpp_compiler, compile_blocks
 from instep.train.techniques.offload import check_host_memory, check_offload, host_bytes
@@ -46,11 +51,11 @@ def test_offload_without_shards_is_refused() -> None:
     with pytest.raises(
         instep.UsageError,
         match=re.escape(
-            "offload=True moves the parameters of a sharded model to the host, and replicate=2 shards none: take "
+            "offload=True moves the parameters of a sharded model to the host, and 'ddp' shards none: take "
             "parallel='zero3' or 'zero2', or leave offload out."
         ),
     ):
-        check_offload(Parallel(replicate=2))
+        check_offload(read_parallel("ddp"))
     check_offload(Parallel(shard=None))  # on one rank too, so that a script runs on any number
 
 
@@ -88,8 +93,6 @@ def test_compile_without_blocks_is_refused(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_local_sgd_can_be_set_from_outside() -> None:
-    from instep.records.parallel import read_parallel
-
     assert read_parallel("replicate,average_every=8") == Parallel(replicate=None, average_every=8)
     with pytest.raises(instep.UsageError, match=re.escape("Parallel(average_every=None): it is a number of steps")):
         read_parallel("replicate,average_every")
@@ -107,8 +110,6 @@ def test_local_sgd_can_be_set_from_outside() -> None:
     ],
 )
 def test_local_sgd_is_for_whole_copies(parallel: Parallel, text: str) -> None:
-    from instep.records.parallel import read_parallel
-
     with pytest.raises(instep.UsageError, match=re.escape(text)):
         read_parallel(parallel)
 
@@ -120,3 +121,38 @@ def test_local_sgd_sends_no_gradients(name: str, value: Any) -> None:
     arguments: Any = SimpleNamespace(**{"exact": False, "compress": None, name: value})
     with pytest.raises(instep.UsageError, match=re.escape(f"{name}={value!r} is about how gradients are added up")):
         check_local_sgd(arguments)
+
+
+def trained(**options: Any) -> tuple[list[Any], bool, bool]:
+    """What was learned, whether FSDP2 held it, and whether a group is left behind."""
+    torch.manual_seed(0)
+    layer = [nn.Sequential(nn.Linear(3, 3), nn.Tanh()) for _ in range(3)]
+    model = nn.Sequential(*layer, nn.Linear(3, 1)).double()
+    rows = TensorDataset(torch.randn(12, 3).double(), torch.randn(12, 1).double())
+    with instep.Run(global_batch=4, micro_batch=2, clip_norm=0.1, **options) as run:
+        run.prepare(model, torch.optim.AdamW(model.parameters()))
+        found: list[Any] = []
+        for step in run.steps(run.loader(rows), epochs=1):
+            step.forward_backward(model, F.mse_loss)
+            step.update()
+            found += [step.loss, step.grad_norm]
+        is_sharded = any(isinstance(p, DTensor) for p in model.parameters())
+        found += [x for p in model.parameters() for x in local_part(p).detach().flatten().tolist()]
+    return found, is_sharded, dist.is_initialized()
+
+
+@pytest.mark.parametrize("parallel", ["zero3", "zero2"])
+def test_one_rank_with_a_device_of_its_own_offloads(parallel: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain, *_ = trained(parallel=parallel)
+    monkeypatch.setattr("instep.train.parts.has_own_memory", lambda _: True)
+    found, is_sharded, has_group = trained(parallel=parallel, offload=True)
+    assert is_sharded and not has_group
+    assert found == pytest.approx(plain, rel=1e-12)
+
+
+def test_offload_says_where_it_changes_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    plain, *_ = trained(parallel="zero3")
+    capsys.readouterr()
+    assert trained(parallel="zero3", offload=True) == (plain, False, False)
+    text = "instep: offload=True changes nothing here: the device is the CPU, whose memory is the host's (said once)"
+    assert capsys.readouterr().err.count(text) == 1

@@ -78,8 +78,8 @@ def test_a_table_of_embeddings_costs_memory_and_a_head_time_as_well() -> None:
             nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)),
             4,
             None,
-            "pipeline=4 needs 4 stages, and Sequential can be cut into 2 at most: before '1'. Take at most 2 stages, or name "
-            "other cut points with Parallel(cut=[...]).",
+            "pipeline=4 needs 4 stages, and Sequential can be cut into 2 at most: before '1'. Either take pipeline=2 at "
+            "most, or name other cut points with Parallel(cut=[...]), or take 'zero3', which cuts no model.",
         ),
         (
             nn.Linear(2, 2),
@@ -133,3 +133,14 @@ def test_a_model_that_cannot_be_cut_is_refused(model: nn.Module, stages: int, cu
 def test_cut_points_and_schedules_that_cannot_be_are_refused(value: Parallel, text: str) -> None:
     with pytest.raises(instep.UsageError, match="^" + re.escape(text)):
         fit(read_parallel(value), 2)
+
+
+def test_two_stages_per_rank_are_too_many_for_a_short_model() -> None:
+    model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(3)))
+    text = (
+        "pipeline=2 with schedule='zbv' needs 4 stages (2 per rank), and Sequential can be cut into 3 at most: before '1', '2'. "
+        "Either take schedule='1f1b', which has one stage per rank, or name other cut points with Parallel(cut=[...]), or take "
+        "'zero3', which cuts no model."
+    )
+    with pytest.raises(instep.UsageError, match=f"^{re.escape(text)}$"):
+        cut_model(model, 4, None, "pipeline=2 with schedule='zbv'", per_rank=2)

@@ -66,6 +66,10 @@ def test_a_loss_may_come_with_its_weight() -> None:
         instep.UsageError, match=r"^step.forward_backward: loss_fn returned a dict; it has to return the loss"
     ):
         read_loss({})
+    with pytest.raises(
+        instep.UsageError, match=r"^step.forward_backward: loss_fn returned None; it has to return the loss"
+    ):
+        read_loss(None)
 
 
 def losses(explicit: bool) -> list[Any]:
@@ -99,12 +103,12 @@ def test_gives_the_numbers_of_the_explicit_loop() -> None:
         (
             None,
             F.mse_loss,
-            "step.forward_backward got a NoneType as its model; it takes the model that run.prepare was given.",
+            "step.forward_backward got None as its model; it takes the model that run.prepare was given.",
         ),
         (
             nn.Linear(3, 1),
             0.5,
-            "step.forward_backward got a float as its loss_fn; it takes a function of the model's output",
+            "step.forward_backward got 0.5 as its loss_fn; it takes a function of the model's output",
         ),
     ],
 )

@@ -37,14 +37,47 @@ def test_one_degree_fills_the_rest(value: Any, size: int, expected: tuple[int, i
             Parallel(shard=3),
             8,
             "8 ranks cannot be split as shard=3 (= 3). The degrees have to multiply to the number of ranks. Nearest that fit: "
-            "shard=8. More: instep explain startup/parallel-does-not-fit",
+            "replicate=2 x shard=4, shard=8, replicate=4 x shard=2; or start 3 ranks. More: instep explain startup/parallel-does-not-fit",
         ),
         (
             Parallel(replicate=2, shard=3),
             8,
             "8 ranks cannot be split as replicate=2 x shard=3 (= 6). The degrees have to multiply to the number of ranks. "
-            "Nearest that fit: replicate=2 x shard=4, ",
+            "Nearest that fit: replicate=2 x shard=4, replicate=4 x shard=2; or start 6 ranks. More: ",
         ),
+        # an axis that was asked for is no axis at degree 1: copies or shards take the ranks that are left
+        (
+            Parallel(tensor=2),
+            8,
+            "Nearest that fit: replicate=4 x tensor=2, replicate=2 x shard=2 x tensor=2, shard=4 x tensor=2;",
+        ),
+        (
+            "tensor=3,shard",
+            8,
+            "cannot be split as shard=rest x tensor=3 (= 3). The degrees have to multiply to the number of ranks. ",
+        ),
+        (
+            "tensor=3,shard",
+            8,
+            "Nearest that fit: shard=2 x tensor=4, shard=4 x tensor=2, replicate=2 x shard=2 x tensor=2; or start 6 or 9 ranks.",
+        ),
+        (
+            "zero1,tensor=3",
+            8,
+            "Nearest that fit: replicate=2 x tensor=4, replicate=4 x tensor=2, tensor=8; or start 6 or 9 ranks.",
+        ),
+        (
+            "pipeline=2,cut=a",
+            3,
+            "3 ranks cannot be split as pipeline=2 (= 2). The degrees have to multiply to the number of ranks. "
+            "Start 2 ranks, as `instep run -n 2` does. More: ",
+        ),
+        (
+            Parallel(pipeline=2),
+            1,
+            "Start 2 ranks, as `instep run -n 2` does, or leave parallel= out, for one rank holds the model whole. More: ",
+        ),
+        (Parallel(), 4, "Nearest that fit: replicate=4, replicate=2 x shard=2, shard=4; or start 1 rank. More: "),
         (
             Parallel(shard=2, share_optimizer=True),
             2,
@@ -75,6 +108,22 @@ def test_one_degree_fills_the_rest(value: Any, size: int, expected: tuple[int, i
 def test_refuses_in_one_sentence(value: Any, size: int, text: str) -> None:
     with pytest.raises(instep.UsageError, match=re.escape(text)):
         fit(read_parallel(value), size)
+
+
+@pytest.mark.parametrize(
+    ("value", "described", "written"),
+    [
+        ("ddp", "'ddp'", "ddp"),
+        ("zero1", "'zero1'", "zero1"),
+        ("shard,tensor=2", "shard=rest x tensor=2", "Parallel(shard=None, tensor=2)"),
+        ("pipeline=2,schedule=zbv", "pipeline=2", "Parallel(pipeline=2, schedule='zbv')"),
+        (Parallel(), "replicate=1", "Parallel()"),
+    ],
+)
+def test_is_shown_as_one_would_write_it(value: Any, described: str, written: str) -> None:
+    parallel = read_parallel(value)
+    assert (parallel.describe(), parallel.write()) == (described, written)
+    assert read_parallel(described.strip("'")).shard == parallel.shard
 
 
 def test_options_of_the_tensor_axis_may_be_written_out() -> None:

@@ -12,6 +12,7 @@ from torch.distributed.tensor.parallel import RowwiseParallel
 
 import instep
 from instep.records.parallel import Parallel, read_parallel
+from instep.train.techniques.tensor.attention import Heads
 from instep.train.techniques.tensor.plan import find_plan, fits
 from instep.train.techniques.tensor.regions import draws
 from instep.train.techniques.tensor.sequence import check_length, find_stacks, plan_sequence
@@ -25,6 +26,7 @@ from instep.train.techniques.tensor.split import (
     settle_ties,
     split_owners,
 )
+from instep.train.techniques.tensor.styles import Columns
 
 
 def sequence() -> nn.Sequential:
@@ -193,9 +195,25 @@ def test_shares_that_no_layer_takes_are_refused() -> None:
 
 def test_heads_are_never_cut_in_two() -> None:
     attention = nn.MultiheadAttention(12, 6)
-    text = "attention has num_heads=6, which tensor=4 does not divide: a head cannot be cut in two. Nearest that fit: tensor=2"
+    text = "attention has num_heads=6, which tensor=4 does not divide: a head cannot be cut in two. Nearest that fit: tensor=2, tensor=3, tensor=6. 'zero3' and pipeline= share"
     with pytest.raises(instep.UsageError, match=re.escape(text)):
         check_divides("attention", attention, find_plan(nn.ModuleDict({"a": attention}), None, 4)["a"], 4)
+
+
+def test_a_degree_of_one_is_no_way_out() -> None:
+    one_head = nn.MultiheadAttention(12, 1)
+    text = (
+        "attention has num_heads=1, which tensor=2 does not divide: a head cannot be cut in two. 'zero3' and pipeline= share a model "
+        "out without cutting its layers; with a multiple of 2 heads it can be cut."
+    )
+    with pytest.raises(instep.UsageError, match=f"^{re.escape(text)}$"):
+        check_divides("attention", one_head, Heads(), 2)
+    text = (
+        "head has 50257 outputs, which tensor=2 does not divide. Keep it whole with Parallel(tensor=2, plan={..., 'head': 'whole'}), "
+        "or give it a multiple of 2 outputs."
+    )
+    with pytest.raises(instep.UsageError, match=f"^{re.escape(text)}$"):
+        check_divides("head", nn.Linear(2, 50257), Columns(gathered=True), 2)
 
 
 class Grouped(nn.Module):

@@ -132,8 +132,54 @@ class Decides(Model):
 
 class Backward(Model):
     def forward(self, tokens: Tensor) -> dict[str, Tensor]:
-        x = self.table(tokens)
-        return {"logits": self.finish(self.blocks[0](self.blocks[1](self.norm(x))))}
+        x = self.norm(self.table(tokens))
+        return {"logits": self.finish(self.blocks[0](self.blocks[1](x)))}
+
+
+class Shows(Model):
+    def forward(self, tokens: Tensor) -> dict[str, Tensor]:
+        x = self.blocks[0](self.table(tokens))
+        assert f"{x.sum():.2f}"
+        return {"logits": self.finish(self.blocks[1](x))}
+
+
+class Exports(Model):
+    def forward(self, tokens: Tensor) -> dict[str, Tensor]:
+        x = self.blocks[0](self.table(tokens))
+        assert len(x.detach().numpy())
+        return {"logits": self.finish(self.blocks[1](x))}
+
+
+@torch.library.custom_op("instep_tests::unknown", mutates_args=())
+def unknown(x: Tensor) -> Tensor:
+    return x * 2
+
+
+class Foreign(Model):
+    def forward(self, tokens: Tensor) -> dict[str, Tensor]:
+        x = self.blocks[0](self.table(tokens)).detach()
+        x = unknown(x)
+        return {"logits": self.finish(self.blocks[1](x))}
+
+
+class Returns(Model):
+    def forward(self, tokens: Tensor) -> dict[str, Tensor]:
+        first = 2 * self.table(tokens)
+        return {"logits": self.finish(self.blocks[1](self.blocks[0](first + 1))), "first": first}
+
+
+class Twice(Model):
+    def forward(self, tokens: Tensor) -> dict[str, Tensor]:
+        x = self.blocks[1](self.blocks[0](self.table(tokens)))
+        x = self.blocks[1](x)
+        return {"logits": self.finish(x)}
+
+
+class Forgets(Model):
+    def forward(self, tokens: Tensor) -> dict[str, Tensor]:
+        x = self.blocks[0](self.table(tokens))
+        x = self.blocks[1](torch.ones(2, 5, 4))
+        return {"logits": self.finish(x)}
 
 
 def run_stages(model: nn.Module, cuts: Cuts, *args: Any) -> Any:
@@ -220,26 +266,63 @@ def test_a_plan_knows_what_is_frozen_and_follows_what_trains() -> None:
         (
             Skips,
             ["blocks.1"],
-            "Skips cannot be cut before 'blocks.1': something of one stage is used in a later one without being an argument of "
-            "the module that begins it.",
+            "Skips cannot be cut before 'blocks.1': something of one stage is used in a later one at {line} (return "
+            "super().finish(x + self.first)) without being an argument of the module that begins it.",
         ),
         (
             TiedByUse,
             ["blocks.1"],
-            "TiedByUse cannot be cut before 'blocks.1': something of one stage is used in a later one without being an argument of "
-            "the module that begins it. Pass it on as an argument, give a weight that both use to a module of each (tied weights "
-            "are kept), or name other cut points",
+            "TiedByUse cannot be cut before 'blocks.1': something of one stage is used in a later one at {line} (return "
+            "nn.functional.linear(self.norm(x), self.table.weight)) without being an argument of the module that begins it. Pass it "
+            "on as an argument, give a weight that both use to a module of each (tied weights are kept), or name other cut points",
         ),
         (
             Decides,
             ["blocks.1"],
-            "Decides cannot be cut before 'blocks.1': its forward decides by the values of what another stage computes",
+            "Decides cannot be cut before 'blocks.1': its forward needs the values of what another stage computes at {line} (if "
+            "x.sum() > 0:), which are not there. Name cut points behind that place, as Parallel(cut=['layers.4']).",
+        ),
+        (
+            Shows,
+            ["blocks.1"],
+            "Shows cannot be cut before 'blocks.1': its forward needs the values of what another stage computes at {line} "
+            '(assert f"{x.sum():.2f}"), which are not there.',
+        ),
+        (
+            Exports,
+            ["blocks.1"],
+            "Exports cannot be cut before 'blocks.1': its forward needs the values of what another stage computes at {line} "
+            "(assert len(x.detach().numpy())), which are not there.",
+        ),
+        (
+            Foreign,
+            ["blocks.1"],
+            "Foreign cannot be cut before 'blocks.1': forward calls an operator at {line} (x = unknown(x)) of which torch does not "
+            "know what shapes it gives (There was no fake impl registered for",
+        ),
+        (
+            Returns,
+            ["blocks.1"],
+            "Returns cannot be cut before 'blocks.1': forward returns what stage 0 computes and no later stage is given. Leave it "
+            "out of what forward returns, pass it on",
+        ),
+        (
+            Twice,
+            ["blocks.1"],
+            "Twice cannot be cut before 'blocks.1': forward calls blocks.1 twice at {line} (x = self.blocks[1](x)). Name other cut "
+            "points, or take 'zero3', which cuts no model.",
+        ),
+        (
+            Forgets,
+            ["blocks.1"],
+            "Forgets cannot be cut before 'blocks.1': nothing that an earlier stage computes is an argument of blocks.1 at {line} "
+            "(x = self.blocks[1](torch.ones(2, 5, 4))). Give it what the modules before it have computed",
         ),
         (
             Backward,
             ["blocks.1"],
-            "Backward cannot be cut before 'blocks.1': norm is registered in stage 1 and runs in stage 0. Create the model's "
-            "modules in the order in which forward uses them",
+            "Backward cannot be cut before 'blocks.1': norm is registered in stage 1 and runs in stage 0 at {line} (x = "
+            "self.norm(self.table(tokens))). Create the model's modules in the order in which forward uses them",
         ),
         (Model, ["blocks.1", "drop"], "Parallel(cut=['blocks.1', 'drop']): Model has no module 'drop'."),
         (Decides, ["blocks.2"], "Decides cannot be cut before 'blocks.2': "),
@@ -247,7 +330,9 @@ def test_a_plan_knows_what_is_frozen_and_follows_what_trains() -> None:
 )
 def test_a_forward_that_cannot_be_cut_is_explained(kind: type[Model], cut: list[str], text: str) -> None:
     model = kind()
-    with pytest.raises(instep.UsageError, match="^" + re.escape(text)):
+    before, *after = text.split("{line}")
+    pattern = "^" + re.escape(before) + "".join(r"test_trace\.py:\d+" + re.escape(part) for part in after)
+    with pytest.raises(instep.UsageError, match=pattern):
         run_stages(model, cut_model(model, len(cut) + 1, cut, ""), torch.randint(0, 10, (2, 5)))
 
 
@@ -256,7 +341,8 @@ def test_a_part_that_this_rank_lacks_is_named_when_it_is_called() -> None:
     pieces = Pieces(model, cut_model(model, 2, ["blocks.1"], ""), frozenset({0}))
     model.blocks[0](torch.randn(1, 1, 4))
     with pytest.raises(
-        instep.UsageError, match=r"^blocks\.2 is in stage 1 of the pipeline, which this rank does not hold"
+        instep.UsageError,
+        match=r"^blocks\.2 is called at test_trace\.py:\d+ \(model\.blocks\[2\]\(torch\.randn\(1, 1, 4\)\)\), and it is in stage 1 of ",
     ):
         model.blocks[2](torch.randn(1, 1, 4))
     pieces.close()

@@ -12,6 +12,7 @@ from typing import Any, TextIO
 from instep.errors import UsageError
 from instep.records.run_dir import RunDir
 from instep.settings import read_setting
+from instep.train.absent import check_there
 from instep.train.observe.metrics_file import MetricsFile
 from instep.train.observe.progress import Progress
 from instep.train.observe.trackers import Tracker, open_trackers
@@ -28,6 +29,7 @@ def check_loggable(name: str, value: object) -> None:
             f"run.log({name}=...): {name!r} is written for every step already, as are {', '.join(OWN_NAMES)}. "
             "Choose another name."
         )
+    check_there(value)
     if value is None or isinstance(value, PLAIN):
         if isinstance(value, int) and value.bit_length() > MOST_BITS:
             raise UsageError(

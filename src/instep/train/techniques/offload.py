@@ -20,7 +20,12 @@ STATES = {torch.optim.Adam: 2, torch.optim.AdamW: 2, torch.optim.NAdam: 2, torch
 
 def choose_policy(offload: bool, device: torch.device) -> OffloadPolicy:
     """Pinned memory lets copies run beside the computation; without a GPU there is none, and nothing to copy."""
-    return CPUOffloadPolicy(pin_memory=device.type != "cpu") if offload else OffloadPolicy()
+    return CPUOffloadPolicy(pin_memory=has_own_memory(device)) if offload else OffloadPolicy()
+
+
+def has_own_memory(device: torch.device) -> bool:
+    """Whether the host's memory is another one, so that it makes a difference what lies there."""
+    return device.type != "cpu"
 
 
 def check_offload(asked: Parallel) -> None:

@@ -35,9 +35,9 @@ class Cuts:
         return len(self.names) + 1
 
 
-def cut_model(model: nn.Module, num_stages: int, cut: Sequence[str] | None, asked: str) -> Cuts:
-    """asked: the split, for messages. Raises UsageError for a model with too few parts, and for names it does not have."""
-    names = _check_names(model, cut) if cut is not None else _choose(model, num_stages, asked)
+def cut_model(model: nn.Module, num_stages: int, cut: Sequence[str] | None, asked: str, *, per_rank: int = 1) -> Cuts:
+    """asked, per_rank: the split and a rank's stages, for messages. Raises UsageError for a model with too few parts, and for names it does not have."""
+    names = _check_names(model, cut) if cut is not None else _choose(model, num_stages, asked, per_rank)
     return Cuts(names, stages_of(model, names))
 
 
@@ -124,16 +124,16 @@ def _has_parameters(module: nn.Module) -> bool:
 # -- where
 
 
-def _choose(model: nn.Module, num_stages: int, asked: str) -> tuple[str, ...]:
+def _choose(model: nn.Module, num_stages: int, asked: str, per_rank: int) -> tuple[str, ...]:
     candidates = find_candidates(model)
     if len(candidates) < num_stages - 1:
-        raise UsageError(_too_few(model, candidates, num_stages, asked))
+        raise UsageError(_too_few(model, candidates, num_stages, asked, per_rank))
     costs = _costs(model, candidates)
     bounds = split_evenly(costs, num_stages)
     return tuple(candidates[bound - 1] for bound in bounds)
 
 
-def _too_few(model: nn.Module, candidates: list[str], num_stages: int, asked: str) -> str:
+def _too_few(model: nn.Module, candidates: list[str], num_stages: int, asked: str, per_rank: int) -> str:
     kind = type(model).__name__
     if not candidates:
         return (
@@ -141,10 +141,15 @@ def _too_few(model: nn.Module, candidates: list[str], num_stages: int, asked: st
             "nn.Sequential, and no nn.ModuleList of one kind of blocks. Name the modules that begin a stage, as "
             "Parallel(pipeline=2, cut=['decoder'])."
         )
+    most = len(candidates) + 1
+    ways = [f"take pipeline={most // per_rank} at most"] if most // per_rank > 1 else []
+    if per_rank > 1 and num_stages // per_rank <= most:
+        ways.append("take schedule='1f1b', which has one stage per rank")
+    ways += ["name other cut points with Parallel(cut=[...])", "take 'zero3', which cuts no model"]
+    per = f" ({per_rank} per rank)" if per_rank > 1 else ""
     return (
-        f"{asked} needs {num_stages} stages, and {kind} can be cut into {len(candidates) + 1} at most: before "
-        f"{', '.join(map(repr, candidates[:ALLOWED_MOST]))}. Take at most {len(candidates) + 1} stages, or name other cut "
-        "points with Parallel(cut=[...])."
+        f"{asked} needs {num_stages} stages{per}, and {kind} can be cut into {most} at most: before "
+        f"{', '.join(map(repr, candidates[:ALLOWED_MOST]))}. Either {', or '.join(ways)}."
     )
 
 

@@ -22,13 +22,25 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_any, tree_leaves, tree_map
 
 from instep.errors import UsageError
+from instep.train.call_site import say_site, site_of
 
-# reading a number that is not there, or an operator without a rule for shapes
-CANNOT = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
+CANNOT = (DataDependentOutputException, DynamicOutputShapeException)  # reading a number that is not there
+
+
+# what torch says of fakes that are read outside of its operators
+READS = (".numpy() is not supported", "unsupported format string passed to FakeTensor")
 
 
 class Mixed(Exception):
     """Fakes of two modes, that is of two stages, came together."""
+
+
+class CannotCut(Exception):
+    """Raised where a forward does what no cut allows. what: it does; then: what follows the line where; advice: a sentence."""
+
+    def __init__(self, what: str, advice: str, then: str = "") -> None:
+        super().__init__(what)
+        self.what, self.advice, self.then = what, advice, then
 
 
 def modes_of(value: Any) -> set[int]:
@@ -67,28 +79,45 @@ def with_short_graph(value: Any) -> Any:
 
 @contextlib.contextmanager
 def explained(what: str) -> Iterator[None]:
-    """Raises UsageError, beginning with `what`, for what cannot be done without numbers."""
+    """Raises UsageError, beginning with `what` and with the line of forward, for what cannot be done without numbers."""
     try:
         yield
-    except CANNOT as error:
-        text = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise UsageError(
-            f"{what}: its forward decides by the values of what another stage computes ({text}), which are not there. Name cut "
-            "points behind that place, as Parallel(cut=['layers.4'])."
-        ) from error
-    except RuntimeError as error:
-        if "different devices" not in str(error):
+    except (CannotCut, Mixed, RuntimeError, TypeError) as error:
+        reason = _reason(error)
+        if reason is None:
             raise
-        raise UsageError(
-            f"{what}: forward uses a parameter of another module itself, as F.linear(x, self.embedding.weight) does, and not by "
-            "calling the module that has it. Give the parameter to a module of its own (tied weights are kept), and call that."
-        ) from error
-    except Mixed as error:
-        raise UsageError(
-            f"{what}: something of one stage is used in a later one without being an argument of the module that begins it. "
-            "Pass it on as an argument, give a weight that both use to a module of each (tied weights are kept), or name other cut "
-            "points, as Parallel(cut=['layers.4'])."
-        ) from error
+        raise UsageError(f"{what}: {reason.what}{say_site(site_of(error))}{reason.then}. {reason.advice}") from error
+
+
+def _reason(error: Exception) -> CannotCut | None:
+    if isinstance(error, CannotCut):
+        return error
+    if isinstance(error, CANNOT) or any(text in str(error) for text in READS):
+        return CannotCut(
+            "its forward needs the values of what another stage computes",
+            "Name cut points behind that place, as Parallel(cut=['layers.4']).",
+            ", which are not there",
+        )
+    if isinstance(error, UnsupportedOperatorException) or "no fake impl" in str(error):
+        return CannotCut(
+            "forward calls an operator",
+            "Its author says so with its register_fake, see torch.library.",
+            f" of which torch does not know what shapes it gives ({str(error).splitlines()[0].rstrip('.')})",
+        )
+    if isinstance(error, RuntimeError) and "different devices" in str(error):
+        return CannotCut(
+            "forward uses a parameter of another module itself",
+            "Give the parameter to a module of its own (tied weights are kept), and call that.",
+            ", as F.linear(x, self.embedding.weight) does, and not by calling the module that has it",
+        )
+    if isinstance(error, Mixed):
+        return CannotCut(
+            "something of one stage is used in a later one",
+            "Pass it on as an argument, give a weight that both use to a module of each (tied weights are kept), or name other "
+            "cut points, as Parallel(cut=['layers.4']).",
+            " without being an argument of the module that begins it",
+        )
+    return None
 
 
 class Watch(TorchDispatchMode):

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from instep.train.absent import check_loss
 from instep.train.forward_backward import read_loss
 from instep.train.techniques.pipeline.job import Job, Result
 
@@ -15,6 +16,7 @@ from instep.train.techniques.pipeline.job import Job, Result
 def weigh_loss(found: Any, job: Job, roots: Callable[[], Sequence[Tensor]]) -> Tensor:
     """The loss times its factor; notes loss and weight in the job. Weight 0 sends zeros to the roots, whatever the loss is."""
     loss, weight = read_loss(found)
+    check_loss(loss)
     value, factor = job.read_weight(loss, weight)
     job.result = Result(value, loss.detach() if value else 0.0, weight is not None)
     if value == 0:

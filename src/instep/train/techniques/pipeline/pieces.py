@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from instep.errors import UsageError
+from instep.train.call_site import say_site, user_call_site
 from instep.train.techniques.pipeline.cut import Cuts
 
 
@@ -63,8 +64,8 @@ class Pieces:
                 return self.run.call(piece, original, args, kwargs)
             if piece.stage is not None and piece.stage not in self._held:
                 raise UsageError(
-                    f"{piece.name} is in stage {piece.stage} of the pipeline, which this rank does not hold. Call the whole model, "
-                    "which all ranks of the pipeline do together."
+                    f"{piece.name} is called{say_site(user_call_site())}, and it is in stage {piece.stage} of the pipeline, which this "
+                    "rank does not hold. Call the whole model, which all ranks of the pipeline do together."
                 )
             return original(*args, **kwargs)
 

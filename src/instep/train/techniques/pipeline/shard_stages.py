@@ -41,6 +41,28 @@ class Held(Enum):
     WHOLE = 2
 
 
+class Together(nn.Module):
+    """Modules that share a parameter, as one unit, which is gathered by hand only."""
+
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        super().__init__()
+        self.modules_of_stages = nn.ModuleList(modules)
+
+    def forward(self) -> None:
+        """Nothing calls it; FSDP2 takes no module without one."""
+
+
+def group_tied(modules: Sequence[nn.Module]) -> list[list[nn.Module]]:
+    """Those that share parameters together, the others alone: FSDP2's units cannot own one tensor with another."""
+    groups: list[tuple[set[int], list[nn.Module]]] = []
+    for module in modules:
+        ids = {id(parameter) for parameter in module.parameters()}
+        sharing = [group for group in groups if group[0] & ids]
+        groups = [group for group in groups if not group[0] & ids]
+        groups.append((ids.union(*(held for held, _ in sharing)), [m for _, some in sharing for m in some] + [module]))
+    return [some for _, some in groups]
+
+
 class ShardedStages:
     """mesh, data: of the ranks that hold the same stages, axes (replicate,) shard. Every rank must make the same calls.
 
@@ -57,9 +79,10 @@ class ShardedStages:
                 "several stages. Put it into a module of its own, or leave shard out of the split."
             )
         self.stays_whole, self._data = stays_whole, data
-        held = [(stage, module) for stage, module in pipeline.held_modules() if _is_sharded_here(module)]
-        self._stages = [stage for stage, _ in held]
-        self._units: Sequence[Any] = [module for _, module in held]
+        self._places = [(stage, module) for stage, module in pipeline.held_modules() if _is_sharded_here(module)]
+        groups = group_tied([module for _, module in self._places])
+        assert stays_whole or all(len(group) == 1 for group in groups)
+        self._units: Sequence[Any] = [group[0] if len(group) == 1 else Together(group) for group in groups]
         self.whole_bytes = sum(_count_bytes(unit) for unit in self._units)  # of this rank's stages
         self.block_bytes = 0  # of the largest part that is gathered at once
         for unit in self._units:
@@ -141,8 +164,7 @@ class ShardedStages:
     @contextlib.contextmanager
     def only(self, stage: int) -> Iterator[None]:
         """Modules of the other stages here are not run, and so not gathered either."""
-        idle = [unit for unit, place in zip(self._units, self._stages) if place != stage]
-        modules = [module for unit in idle for module in unit.modules()]
+        modules = [module for place, unit in self._places if place != stage for module in unit.modules()]
         kept = [(module, module._forward_pre_hooks, module._forward_hooks) for module in modules]
         for module in modules:
             module._forward_pre_hooks, module._forward_hooks = OrderedDict(), OrderedDict()

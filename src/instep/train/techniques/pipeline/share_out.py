@@ -16,7 +16,7 @@ from instep.errors import UsageError
 from instep.records.choice import Choice
 from instep.records.parallel import Parallel
 from instep.records.schedules import SCHEDULES, stages_per_rank
-from instep.train.absent import Absent
+from instep.train.absent import Absent, Origin
 from instep.train.arguments import Arguments
 from instep.train.mesh import Grid, places
 from instep.train.reduce.stages import Tied
@@ -35,13 +35,14 @@ from instep.units import format_bytes
 @dataclass(frozen=True)
 class Share:
     """What this rank took of a model. world, group: the ranks of its pipeline, and with the device's backend; tied: parameters
-    that several of them hold."""
+    that several of them hold; has_ties: whether modules of one rank share a parameter, on any of them."""
 
     cuts: Cuts
     world: World
     group: dist.ProcessGroup
     tracer: Tracer
     tied: tuple[Tied, ...]
+    has_ties: bool
 
 
 def check_pipeline(arguments: Arguments, split: Parallel, options: BlockOptions) -> None:
@@ -77,16 +78,17 @@ def share_out(
     """
     assert split.pipeline is not None
     per_rank = stages_per_rank(split.schedule, split.cut, split.pipeline)
-    cuts = cut_model(model, split.pipeline * per_rank, split.cut, split.describe())
+    asked = split.describe() + (f" with schedule={split.schedule!r}" if per_rank > 1 else "")
+    cuts = cut_model(model, split.pipeline * per_rank, split.cut, asked, per_rank=per_rank)
     device = grid.world.device
     tracer = Tracer(model, cuts, device)
     world = pipeline_world(grid)
     ranks = place_stages(split.schedule, split.pipeline, per_rank)
     holders = _holders(model, cuts, ranks)
-    if split.shard != 1 or offload:
-        _check_units(model, cuts, ranks)
-    replaced = _replace(model, holders, world.rank)
-    _replace_buffers(model, cuts, {stage for stage, rank in enumerate(ranks) if rank == world.rank})
+    has_ties = _has_ties(model, cuts, ranks)
+    global_ranks = _global_ranks(world, grid.world.rank)
+    replaced = _replace(model, holders, world.rank, global_ranks)
+    _replace_buffers(model, cuts, ranks, world.rank, global_ranks)
     _move(model, device, parameters=not offload)
     if optimizer is not None:
         _follow(optimizer, replaced)
@@ -97,7 +99,7 @@ def share_out(
         for parameter in model.parameters()
         if len(holders.get(id(parameter), ())) > 1
     )
-    return Share(cuts, world, group, tracer, tied)
+    return Share(cuts, world, group, tracer, tied, has_ties)
 
 
 def choose_cut(model: nn.Module, share: Share, split: Parallel, num_slots: int) -> Choice | None:
@@ -135,15 +137,15 @@ def make_pipeline(model: nn.Module, share: Share, split: Parallel, dtype: torch.
 
 
 def shard_stages(
-    pipeline: Pipeline, mesh: DeviceMesh, data: World, policy: OffloadPolicy, split: Parallel
+    pipeline: Pipeline, share: Share, mesh: DeviceMesh, data: World, policy: OffloadPolicy, split: Parallel
 ) -> Choice | None:
     """Shards what this rank has taken, over the ranks that hold the same. Every rank must call it.
 
     mesh, data: of those. Returns what was picked for the user.
     """
-    splits_backward = SCHEDULES[split.schedule].splits_backward
+    stays_whole = split.gathered or SCHEDULES[split.schedule].splits_backward or share.has_ties
     places = [(m, name, p) for m in pipeline.model.modules() for name, p in m._parameters.items() if p is not None]
-    pipeline.sharded = ShardedStages(pipeline, mesh, data, policy, stays_whole=split.gathered or splits_backward)
+    pipeline.sharded = ShardedStages(pipeline, mesh, data, policy, stays_whole=stays_whole)
     pipeline.note_frozen()
     sharded = {id(before): m._parameters[name] for m, name, before in places if m._parameters[name] is not before}
     for module, name, before in places:  # its other names, in modules that run on other ranks
@@ -155,25 +157,25 @@ def shard_stages(
 def _choose_gathered(sharded: ShardedStages, schedule: str) -> Choice:
     whole, block = format_bytes(sharded.whole_bytes), format_bytes(sharded.block_bytes)
     if sharded.stays_whole:
-        reason = f"{schedule!r} takes backward apart, so the stages of this rank, {whole}, stay whole during a step"
-        return Choice("gathered", True, reason, "Parallel(schedule='1f1b')")
+        splits_backward = SCHEDULES[schedule].splits_backward
+        why = f"{schedule!r} takes backward apart" if splits_backward else "modules of one rank share a parameter"
+        reason = f"{why}, so the stages of this rank, {whole}, stay whole during a step"
+        return Choice(
+            "gathered", True, reason, "Parallel(schedule='1f1b')" if schedule != "1f1b" else "Parallel(shard=1)"
+        )
     reason = f"one block of {block} at most is whole at a time, for two gathers of each per micro-batch; True gathers {whole} once a step"
     return Choice("gathered", False, reason, "Parallel(gathered=True)")
 
 
-def _check_units(model: nn.Module, cuts: Cuts, ranks: Sequence[int]) -> None:
-    """FSDP2 shards module by module, and two of one rank cannot own one tensor."""
+def _has_ties(model: nn.Module, cuts: Cuts, ranks: Sequence[int]) -> bool:
+    """Whether modules that are sharded one by one share a parameter on a rank."""
     owners: dict[tuple[int, int], str] = {}
     for piece in find_pieces(model, cuts):
-        if piece.stage is None or not piece.is_unit:
-            continue
-        for name, parameter in piece.module.named_parameters():
-            other = owners.setdefault((id(parameter), ranks[piece.stage]), piece.name)
-            if other != piece.name:
-                raise UsageError(
-                    f"{piece.name}.{name} is one tensor with a parameter of {other} on the same rank, which a pipeline with sharding "
-                    "cannot keep. Untie them, take schedule='1f1b', or leave shard out of the split."
-                )
+        if piece.stage is not None and piece.is_unit:
+            keys = ((id(parameter), ranks[piece.stage]) for parameter in piece.module.parameters())
+            if any(owners.setdefault(key, piece.name) != piece.name for key in keys):
+                return True
+    return False
 
 
 def pipeline_world(grid: Grid) -> World:
@@ -192,27 +194,41 @@ def _holders(model: nn.Module, cuts: Cuts, ranks: Sequence[int]) -> dict[int, se
     return holders
 
 
-def _replace(model: nn.Module, holders: dict[int, set[int]], rank: int) -> dict[nn.Parameter, Absent]:
+def _global_ranks(pipeline: World, rank: int) -> tuple[int, ...]:
+    """Of the ranks of a pipeline, in order, among all ranks. rank: of this one, among all."""
+    parts = pipeline.division or [tuple(range(pipeline.size))]
+    return next(part for part in parts if rank in part)
+
+
+def _replace(
+    model: nn.Module, holders: dict[int, set[int]], rank: int, global_ranks: Sequence[int]
+) -> dict[nn.Parameter, Absent]:
     """Puts stand-ins for what other ranks hold; one for all names of a tied parameter."""
     replaced: dict[nn.Parameter, Absent] = {}
-    for module in list(model.modules()):
+    for prefix, module in list(model.named_modules()):
         for name, parameter in module._parameters.items():
-            if parameter is not None and rank not in holders[id(parameter)]:
-                if parameter not in replaced:
-                    replaced[parameter] = Absent.of(parameter)
-                module._parameters[name] = replaced[parameter]
+            if parameter is None or rank in holders[id(parameter)]:
+                continue
+            if parameter not in replaced:
+                holder = global_ranks[min(holders[id(parameter)])]
+                origin = Origin(f"{prefix}.{name}".lstrip("."), holder, global_ranks[rank])
+                replaced[parameter] = Absent.of(parameter, origin)
+            module._parameters[name] = replaced[parameter]
     return replaced
 
 
-def _replace_buffers(model: nn.Module, cuts: Cuts, held: set[int]) -> None:
+def _replace_buffers(
+    model: nn.Module, cuts: Cuts, ranks: Sequence[int], rank: int, global_ranks: Sequence[int]
+) -> None:
     """Of modules that only run elsewhere; buffers of others (positions, masks) are for every stage."""
     for piece in find_pieces(model, cuts):
-        if piece.stage is None or piece.stage in held:
+        if piece.stage is None or ranks[piece.stage] == rank:
             continue
-        for module in piece.module.modules():
+        for prefix, module in piece.module.named_modules(prefix=piece.name):
             for name, buffer in module._buffers.items():
                 if buffer is not None:
-                    module._buffers[name] = Absent.of(buffer)
+                    origin = Origin(f"{prefix}.{name}", global_ranks[ranks[piece.stage]], global_ranks[rank])
+                    module._buffers[name] = Absent.of(buffer, origin)
 
 
 def _move(model: nn.Module, device: torch.device, *, parameters: bool) -> None:

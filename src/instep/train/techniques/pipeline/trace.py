@@ -20,9 +20,11 @@ from torch.func import functional_call
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_map, tree_unflatten
 
 from instep.errors import UsageError
+from instep.train.call_site import say_site, user_call_site
 from instep.train.seeds import get_generators, restore_generators
 from instep.train.techniques.pipeline.cut import Cuts
 from instep.train.techniques.pipeline.fakes import (
+    CannotCut,
     Mixed,
     Watch,
     explained,
@@ -116,14 +118,14 @@ class Tracer:
     def _make(self, args: Any, kwargs: Any) -> Plan:
         generators = get_generators()
         names = ", ".join(map(repr, self._cuts.names))
-        probe = Probe(self._cuts, self._device, f"{self._kind} cannot be cut before {names}")
+        probe = Probe(self._cuts, self._device)
         places = _places(self._pieces)
         kept = [module._parameters[name] for module, name, _ in places]
         fakes = [probe.fake_of(stage, tensor) for tensor, (_, _, stage) in zip(kept, places) if tensor is not None]
         self._pieces.run = probe
         try:
             _put_parameters(places, fakes)
-            with explained(probe.what):
+            with explained(f"{self._kind} cannot be cut before {names}"):
                 with probe.watch:
                     output = self._model.forward(*args, **kwargs)
                 plan = probe.finish(output)
@@ -169,10 +171,10 @@ class Passed:
 
 
 class Probe:
-    """A run in which no piece has numbers. what: begins each complaint."""
+    """A run in which no piece has numbers."""
 
-    def __init__(self, cuts: Cuts, device: torch.device, what: str) -> None:
-        self.plan, self.what, self.watch = Plan(), what, Watch()
+    def __init__(self, cuts: Cuts, device: torch.device) -> None:
+        self.plan, self.watch = Plan(), Watch()
         self._cuts, self._device = cuts, device
         self._modes = [new_mode() for _ in range(cuts.count)]
         self._stage, self._is_inside, self._passed = 0, False, Passed()
@@ -189,9 +191,10 @@ class Probe:
         if piece.stage is None:
             return original(*args, **kwargs)
         if piece.stage != self._stage:
-            raise UsageError(
-                f"{self.what}: {piece.name} is registered in stage {piece.stage} and runs in stage {self._stage}. Create the "
-                "model's modules in the order in which forward uses them, or name other cut points, as Parallel(cut=['layers.4'])."
+            raise CannotCut(
+                f"{piece.name} is registered in stage {piece.stage} and runs in stage {self._stage}",
+                "Create the model's modules in the order in which forward uses them, or name other cut points, as "
+                "Parallel(cut=['layers.4']).",
             )
         self.called.append(piece.module)
         holder = _Holder(piece.module, original)
@@ -219,11 +222,16 @@ class Probe:
     def _enter(self, piece: Piece, args: Any, kwargs: Any) -> Any:
         if piece.entry != self._stage + 1:
             order = "twice" if piece.entry is not None and piece.entry <= self._stage else "before an earlier cut point"
-            raise UsageError(f"{self.what}: forward calls {piece.name} {order}. Name other cut points.")
+            raise CannotCut(
+                f"forward calls {piece.name} {order}", "Name other cut points, or take 'zero3', which cuts no model."
+            )
         leaves, spec = tree_flatten((args, kwargs))
         places = [i for i, leaf in enumerate(leaves) if is_fake(leaf)]
         if not places:
-            raise UsageError(f"{self.what}: nothing that an earlier stage computes is an argument of {piece.name}.")
+            raise CannotCut(
+                f"nothing that an earlier stage computes is an argument of {piece.name}",
+                "Give it what the modules before it have computed, or name other cut points.",
+            )
         originals = [leaves[i] for i in places]
         found = self._passed.here(originals)
         self._check_stage(found)
@@ -237,9 +245,15 @@ class Probe:
 
     def finish(self, output: Any) -> Plan:
         if self._stage != self._cuts.count - 1:
-            raise UsageError(f"{self.what}: forward does not call {self._cuts.names[self._stage]}.")
+            raise CannotCut(f"forward does not call {self._cuts.names[self._stage]}", "Name other cut points.")
         output = self._passed.here(output)
-        self._check_stage(output)
+        earlier = modes_of(output) - {id(self._modes[self._stage])}
+        if earlier:
+            stage = next(i for i, mode in enumerate(self._modes) if id(mode) in earlier)
+            raise CannotCut(
+                f"forward returns what stage {stage} computes and no later stage is given",
+                "Leave it out of what forward returns, pass it on as an argument of the modules behind, or name other cut points.",
+            )
         self.plan.leaves, self.plan.spec = tree_flatten(output)
         self.plan.draws = (TORCH,) if self.watch.draws else ()
         return self.plan
@@ -328,8 +342,8 @@ class StageRun:
 
 def _changed(piece: Piece) -> UsageError:
     return UsageError(
-        f"{piece.name} got other arguments in a pipeline than forward has given it for inputs of the same shapes: "
-        "forward must do the same for every micro-batch."
+        f"{piece.name} got other arguments{say_site(user_call_site())} than forward has given it for inputs of the same shapes: "
+        "in a pipeline forward must do the same for every micro-batch."
     )
 
 

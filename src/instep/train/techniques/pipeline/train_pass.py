@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from instep.errors import UsageError
 from instep.train import seeds
+from instep.train.call_arguments import show
 from instep.train.forward_backward import take_apart
 from instep.train.reduce.stage_reducer import StageReducer
 from instep.train.reduce.stage_shard_reducer import StageShardReducer
@@ -29,7 +30,7 @@ def find_pipeline(run: Run, model: Any) -> Pipeline | None:
     found = next((pipeline for pipeline in run._pipelines if pipeline.model is model), None)
     if found is None and run._pipelines:
         raise UsageError(
-            f"step.forward_backward got a {type(model).__name__} that run.prepare has not cut; it takes the "
+            f"step.forward_backward got {show(model)} that run.prepare has not cut; it takes the "
             f"{type(run._pipelines[0].model).__name__} itself, as run.prepare returned it."
         )
     return found

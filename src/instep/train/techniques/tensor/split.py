@@ -138,8 +138,8 @@ def check_divides(name: str, layer: nn.Module, style: ParallelStyle, degree: int
 def _check_size(name: str, what: str, size: int, degree: int) -> None:
     if size % degree:
         raise UsageError(
-            f"{name} has {size} {what}, which tensor={degree} does not divide. {_nearest(size, degree)} "
-            f"Or keep it whole: Parallel(tensor={degree}, plan={{..., {name!r}: 'whole'}})."
+            f"{name} has {size} {what}, which tensor={degree} does not divide. {_nearest(size, degree)}Keep it whole with "
+            f"Parallel(tensor={degree}, plan={{..., {name!r}: 'whole'}}), or give it a multiple of {degree} {what}."
         )
 
 
@@ -164,13 +164,15 @@ def _check_count(name: str, attribute: str, count: int, degree: int) -> None:
     if count % degree:
         raise UsageError(
             f"{name} has {attribute}={count}, which tensor={degree} does not divide: a head cannot be cut in two. "
-            f"{_nearest(count, degree)}"
+            f"{_nearest(count, degree)}'zero3' and pipeline= share a model out without cutting its layers; with a multiple of "
+            f"{degree} heads it can be cut."
         )
 
 
 def _nearest(count: int, degree: int) -> str:
-    divisors = sorted((n for n in range(1, count + 1) if count % n == 0), key=lambda n: (abs(n - degree), n))
-    return f"Nearest that fit: {', '.join(f'tensor={n}' for n in sorted(divisors[:3]))}."
+    """A sentence, or nothing where only degrees far from the one asked for divide the count; 1 would be no split."""
+    divisors = sorted((n for n in range(2, 4 * degree + 1) if count % n == 0), key=lambda n: (abs(n - degree), n))
+    return f"Nearest that fit: {', '.join(f'tensor={n}' for n in sorted(divisors[:3]))}. " if divisors else ""
 
 
 def share_heads(module: nn.Module, degree: int) -> None:
