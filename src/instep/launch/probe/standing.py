@@ -5,15 +5,15 @@ from __future__ import annotations
 import os
 from types import FrameType
 
-from instep.launch.probe import backward, data, flight, forward
+from instep.launch.probe import backward, data, flight
 from instep.launch.probe.recorder import Recorder, contained, count_operations
 from instep.records import recording as layout
 
 _LEAVE_STEP, _ENTER_COLLECTIVE = layout.KIND_NUMBER["leave-step"], layout.KIND_NUMBER["enter-collective"]
 _OPTIMIZER = os.path.join("torch", "optim", "optimizer.py")
-# By file and name of a function of ours, or of torch's around each step of an optimizer, that is on the stack meanwhile.
+# By file and name of a function of ours, or of torch's around each step of an optimizer, that is on the stack meanwhile. Not
+# forward, whose mark says whether gradients are on, which another thread cannot read.
 _STAGES = {
-    (forward.__file__, "call"): layout.KIND_NUMBER["enter-forward"],
     (backward.__file__, "backward"): layout.KIND_NUMBER["enter-backward"],
     (data.__file__, "__next__"): layout.KIND_NUMBER["enter-data"],
 }
