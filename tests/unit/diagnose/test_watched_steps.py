@@ -66,7 +66,7 @@ class Run:
             self.steps.end_watched(self.clock.now)
 
 
-@pytest.mark.parametrize(("seconds", "share"), [(0.005, 32), (0.019, 32), (0.03, 8), (0.079, 8)])
+@pytest.mark.parametrize(("seconds", "share"), [(0.005, 128), (0.019, 32), (0.03, 8), (0.079, 8)])
 def test_of_short_steps_some_in_a_row_are_watched(
     rank: Recorder, clock: SimpleNamespace, seconds: float, share: int
 ) -> None:
@@ -88,7 +88,7 @@ def test_long_steps_are_all_watched(rank: Recorder, clock: SimpleNamespace) -> N
 
 
 def test_windows_of_ranks_that_choose_differently_meet() -> None:
-    periods = sorted({choose_period(seconds) for seconds in (0.001, 0.03)})
+    periods = sorted({choose_period(seconds) for seconds in (0.001, 0.015, 0.03)})
     assert all(longer % shorter == 0 for shorter, longer in pairwise(periods))
     assert all(period > WINDOW for period in periods)
 
@@ -104,12 +104,12 @@ def test_what_needs_every_step_keeps_them_watched(rank: Recorder, clock: SimpleN
 
 
 def test_sums_cover_the_counted_steps(rank: Recorder, clock: SimpleNamespace) -> None:
-    run = Run(rank, clock, 0.005)
+    run = Run(rank, clock, 0.012)
     run.go(6 * 1024 + WINDOW + 10)
     sums = dict(zip(layout.SECONDS_OF, rank.seconds))
     began = 6 * 1024 - 1  # of the newest window
     assert sums["steps"] == pytest.approx(began - 5 + WINDOW, abs=2)
-    assert sums["total"] == pytest.approx(sums["steps"] * 0.005)
+    assert sums["total"] == pytest.approx(sums["steps"] * 0.012)
     assert sums["data"] == pytest.approx(sums["total"] / 4, rel=1e-3)
 
 

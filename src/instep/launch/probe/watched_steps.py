@@ -17,7 +17,11 @@ from instep.launch.probe.step_times import StepTimes
 
 FIRST_STEPS, FIRST_SECONDS = 1024, 20.0  # all watched, until both are over
 WINDOW = 32  # steps that are watched in a row, of each period
-_PERIODS = ((0.02, 1024), (0.08, 256))  # for steps shorter than so many seconds; longer ones are all watched
+_PERIODS = (
+    (0.01, 4096),
+    (0.02, 1024),
+    (0.08, 256),
+)  # for steps shorter than so many seconds; longer ones are all watched
 
 
 class WatchedSteps:
