@@ -155,7 +155,8 @@ def launcher_seconds() -> float:
 
 def mix(blocks: Blocks, milliseconds: float) -> list[list[float]]:
     """Blocks as a run has them: of steps of that length some are watched, and the rest is counted."""
-    from instep.launch.probe.watched_steps import WINDOW, choose_period
+    from instep.launch.probe.recorder import WINDOW
+    from instep.launch.probe.watched_steps import choose_period
 
     period = choose_period(milliseconds / 1e3)
     share = WINDOW / period if period else 1.0

@@ -14,10 +14,10 @@ import torch
 from instep.launch.pairing import find_difference
 from instep.launch.probe import backward, recorder, standing, step_times, watched_steps
 from instep.launch.probe.event_log import EventLog
-from instep.launch.probe.recorder import Recorder
+from instep.launch.probe.recorder import WINDOW, Recorder
 from instep.launch.probe.standing import Standing, find_stage
 from instep.launch.probe.step_times import StepTimes
-from instep.launch.probe.watched_steps import FIRST_SECONDS, FIRST_STEPS, WINDOW, WatchedSteps, choose_period, is_new
+from instep.launch.probe.watched_steps import FIRST_SECONDS, FIRST_STEPS, WatchedSteps, choose_period, is_new
 from instep.records import recording as layout
 from instep.records.recording import KIND_NUMBER, Page
 

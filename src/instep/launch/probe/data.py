@@ -5,21 +5,19 @@ from __future__ import annotations
 import sys
 import time
 import weakref
-import zlib
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-from torch.utils.data import DataLoader, Subset, dataloader
+from torch.utils.data import DataLoader, dataloader
 from torch.utils.data.distributed import DistributedSampler
 
 from instep.launch.probe.exits import note_raised
 from instep.launch.probe.nonfinite import remember_batch
 from instep.launch.probe.patching import replace
-from instep.launch.probe.recorder import WOKEN_STEPS, Recorder, contained
-from instep.launch.probe.sample_sets import Seen, can_shuffle, print_data_set
+from instep.launch.probe.recorder import WINDOW, Recorder, contained, nothing
+from instep.launch.probe.sample_sets import Seen, can_shuffle, length_of, print_data_set, print_order, print_subset
 from instep.launch.probe.sites import is_users_file
 from instep.launch.probe.tensor_prints import print_tensor, tensors_in
 from instep.launch.probe.watched_steps import is_new
@@ -28,8 +26,7 @@ from instep.records import recording as layout
 
 _ENTER, _LEAVE, _ENDED = (layout.KIND_NUMBER[name] for name in ("enter-data", "leave-data", "data-ended"))
 _DATA = layout.SECONDS_OF.index("data")
-_MOST_LISTED = 20000
-_LISTED = WOKEN_STEPS  # batches of a pass whose indices make up its order
+_LISTED = WINDOW  # batches of a pass whose indices make up its order
 _PRINTED = 96  # batches of each of the first passes that get a print; later every 32nd
 
 
@@ -75,10 +72,6 @@ class Flow:
     drawn: deque[list[int]] = field(default_factory=deque[list[int]])
 
 
-def _nothing() -> None:
-    return None
-
-
 class Loaders:
     """The loaders of this rank and the passes over them."""
 
@@ -87,7 +80,7 @@ class Loaders:
         self.flows: weakref.WeakKeyDictionary[Any, Flow] = weakref.WeakKeyDictionary()
         self.sampler_sites: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         self.made = 0
-        self._newest: tuple[Callable[[], Any], Flow] = (_nothing, Flow())  # of the flows
+        self._newest: tuple[Callable[[], Any], Flow] = (nothing, Flow())  # of the flows
         self.sites_of: dict[int, int] = {}  # by data set: the line of the script that made its newest loader
 
     def add(self, loader: Any, site: int) -> Loader:
@@ -186,7 +179,7 @@ def _begin_lap(recorder: Recorder, loaders: Loaders, loader: Any, iterator: Any,
         flow.rests,
         trained_before=recorder.backwards,
         started=started,
-        seen=Seen(loader.dataset, entry.laps, _length(loader.dataset)),
+        seen=Seen(loader.dataset, entry.laps, length_of(loader.dataset)),
     )
     workers = getattr(iterator, "_workers", ())
     if workers:
@@ -210,67 +203,28 @@ def _describe(recorder: Recorder, loaders: Loaders, loader: Any, entry: Loader, 
             "sampler_rank": sampler.rank,
             "shuffles": sampler.shuffle,
             "seed": sampler.seed,
-            "padded": 0 if sampler.drop_last else sampler.total_size - (_length(sampler.dataset) or 0),
+            "padded": 0 if sampler.drop_last else sampler.total_size - (length_of(sampler.dataset) or 0),
             "sampler_site": loaders.sampler_sites.get(sampler, 0),
         }
     dataset = loader.dataset
-    entry.batch_size, entry.num_samples = loader.batch_size or 0, _length(getattr(loader, "sampler", None)) or 0
+    entry.batch_size, entry.num_samples = loader.batch_size or 0, length_of(getattr(loader, "sampler", None)) or 0
     recorder.log.note(
         "loader",
         loader=entry.number,
         site=entry.made_at,
         dataset=type(dataset).__name__,
-        length=_length(dataset),
-        batches=_length(loader),
+        length=length_of(dataset),
+        batches=length_of(loader),
         batch_size=loader.batch_size,
         workers=loader.num_workers,
         persistent=bool(loader.persistent_workers),
         sampler=type(sampler).__name__,
-        subset=_subset_print(dataset),
+        subset=print_subset(dataset),
         content=print_data_set(dataset),
         **can_shuffle(sampler, getattr(loader, "batch_sampler", None), dataset),
         order=print_order(dataset),
         **facts,
     )
-
-
-def _length(value: Any) -> int | None:
-    try:
-        return len(value)
-    except (TypeError, NotImplementedError):
-        return None
-
-
-def _subset_print(dataset: Any) -> int | None:
-    """Which part of a data set a Subset takes; None for anything else."""
-    if not isinstance(dataset, Subset):
-        return None
-    indices = dataset.indices
-    return zlib.crc32(repr([int(index) for index in indices[:2000]]).encode()) ^ len(indices)
-
-
-def print_order(dataset: Any) -> list[int] | None:
-    """For a data set of the script's own that keeps a list of its samples (paths, rows): a print of their order, one
-    that does not depend on the order, and whether each entry is another one, as paths and numbers of samples are. None where there is no such list, or it is too long to look at."""
-    length = _length(dataset) or 0
-    members = getattr(dataset, "__dict__", {})
-    for value in members.values() if length else ():
-        if hasattr(value, "tolist") and length <= _MOST_LISTED and _is_list_of_numbers(value):
-            value = value.tolist()
-        if isinstance(value, (list, tuple)) and len(value) == length <= _MOST_LISTED and _is_plain(value[0]):
-            rows = [zlib.crc32(repr(item).encode()) for item in value]
-            names_samples = len(set(rows)) == length and not isinstance(value[0], float)
-            return [zlib.crc32(repr(rows).encode()), sum(rows) & 0xFFFFFFFF, int(names_samples)]
-    return None
-
-
-def _is_list_of_numbers(value: Any) -> bool:
-    """Whether an array or tensor has one whole number for each sample, as an order or a choice of samples has."""
-    return "int" in str(getattr(value, "dtype", "")) and len(getattr(value, "shape", ())) == 1
-
-
-def _is_plain(value: Any) -> bool:
-    return isinstance(value, (str, int, float, bytes, tuple, Path))
 
 
 def _wrap_index(recorder: Recorder, loaders: Loaders, original: Callable[..., Any]) -> Callable[..., Any]:

@@ -14,7 +14,7 @@ from instep.launch.probe.gradients import is_gradient_turn, look_at_gradients
 from instep.launch.probe.host_waits import HostWaits
 from instep.launch.probe.memory import look_for_kept_graphs
 from instep.launch.probe.memory_kinds import note_memory_kinds
-from instep.launch.probe.recorder import Recorder, contained
+from instep.launch.probe.recorder import Recorder, contained, nothing
 from instep.launch.probe.step_times import StepTimes
 from instep.launch.probe.watched_steps import WatchedSteps
 from instep.launch.probe.wrapping import WRAPPERS, Wrapped
@@ -32,7 +32,7 @@ class Optimizers:
         self.steps = WatchedSteps(recorder, StepTimes(recorder), fingerprints)
         self.owners: weakref.WeakKeyDictionary[Any, tuple[int, list[Wrapped]]] = weakref.WeakKeyDictionary()
         self._newest: tuple[Callable[[], Any], int, list[Wrapped]] = (
-            _nothing,
+            nothing,
             0,
             [],
         )  # of the owners, the one asked last
@@ -55,10 +55,6 @@ class Optimizers:
         found = [one for one in WRAPPERS.all if one.ids & ids or {id(p) for p in one.present_parameters()} & ids]
         self.owners[optimizer] = (len(WRAPPERS.all), found)
         return found
-
-
-def _nothing() -> None:
-    return None
 
 
 def watch_optimizers(recorder: Recorder, fingerprints: Fingerprints) -> None:

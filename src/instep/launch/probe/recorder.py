@@ -37,7 +37,7 @@ _LATER = tuple(
     layout.KIND_NUMBER[f"{end}-{part}"] for end in ("enter", "leave") for part in ("data", "forward", "step")
 )
 _AT_ONCE_STEPS, _SHORT_SECONDS, _MOST_WAITING = 64, 0.05, 48
-WOKEN_STEPS = 32  # watched at least, after something new
+WINDOW = 32  # steps in a row that are watched at least, where others are only counted
 _EVERYWHERE = [kind != _LEAVE_BACKWARD for kind in _ALL]  # who leaves that mark has read it just before
 
 
@@ -75,8 +75,8 @@ class Recorder:
         self.only_counts = False  # of these steps: no marks are left (see watched_steps.py)
         self.rests = 0  # how often that began
         self.keeps_awake: list[Callable[[], bool]] = []  # whether something needs each step to be watched
-        self.count_batches: Callable[[], None] = _nothing  # brings `batches` up to date
-        self.start_watching: Callable[[], None] = _nothing  # starts the thread, where it does not run yet
+        self.count_batches: Callable[[], None] = nothing  # brings `batches` up to date
+        self.start_watching: Callable[[], None] = nothing  # starts the thread, where it does not run yet
         self.is_cut, self.woken_at = False, 0.0  # the step that runs is watched from there on, not from its beginning
         self.awake_until = 0  # number of the step up to which all are watched
 
@@ -99,7 +99,7 @@ class Recorder:
 
     def wake(self) -> None:
         """From here on marks are left, for some steps. Called by the main thread, or by the one that watches."""
-        self.awake_until = self.num_steps + WOKEN_STEPS
+        self.awake_until = self.num_steps + WINDOW
         if self.only_counts:
             self.woken_at, self.is_cut = monotonic(), True
             self.sequence = count_operations()
@@ -203,7 +203,7 @@ class Recorder:
         self.log.forget()
 
 
-def _nothing() -> None:
+def nothing() -> None:
     return None
 
 

@@ -93,3 +93,35 @@ def can_shuffle(sampler: Any, batch_sampler: Any, dataset: Any) -> dict[str, boo
         "replaces": bool(getattr(sampler, "replacement", False)),
         "by_epoch": any(hasattr(owner, "set_epoch") for owner in owners),
     }
+
+
+def print_subset(dataset: Any) -> int | None:
+    """Which part of a data set a Subset takes; None for anything else."""
+    if not isinstance(dataset, Subset):
+        return None
+    indices = dataset.indices
+    return zlib.crc32(repr([int(index) for index in indices[:2000]]).encode()) ^ len(indices)
+
+
+def print_order(dataset: Any) -> list[int] | None:
+    """For a data set of the script's own that keeps a list of its samples (paths, rows): a print of their order, one
+    that does not depend on the order, and whether each entry is another one, as paths and numbers of samples are. None where there is no such list, or it is too long to look at."""
+    length = length_of(dataset) or 0
+    members = getattr(dataset, "__dict__", {})
+    for value in members.values() if length else ():
+        if hasattr(value, "tolist") and length <= _MOST_LISTED and _is_list_of_numbers(value):
+            value = value.tolist()
+        if isinstance(value, (list, tuple)) and len(value) == length <= _MOST_LISTED and _is_plain(value[0]):
+            rows = [zlib.crc32(repr(item).encode()) for item in value]
+            names_samples = len(set(rows)) == length and not isinstance(value[0], float)
+            return [zlib.crc32(repr(rows).encode()), sum(rows) & 0xFFFFFFFF, int(names_samples)]
+    return None
+
+
+def _is_list_of_numbers(value: Any) -> bool:
+    """Whether an array or tensor has one whole number for each sample, as an order or a choice of samples has."""
+    return "int" in str(getattr(value, "dtype", "")) and len(getattr(value, "shape", ())) == 1
+
+
+def _is_plain(value: Any) -> bool:
+    return isinstance(value, (str, int, float, bytes, tuple, Path))

@@ -12,11 +12,10 @@ from time import monotonic
 
 from instep.launch.probe.fingerprints import Fingerprints
 from instep.launch.probe.nonfinite import remember_batch
-from instep.launch.probe.recorder import Recorder, contained, count_operations
+from instep.launch.probe.recorder import WINDOW, Recorder, contained, count_operations
 from instep.launch.probe.step_times import StepTimes
 
 FIRST_STEPS, FIRST_SECONDS = 1024, 20.0  # all watched, until both are over
-WINDOW = 32  # steps that are watched in a row, of each period
 _PERIODS = (
     (0.01, 4096),
     (0.02, 1024),

@@ -39,14 +39,14 @@ def check(run: RunView) -> Iterator[Finding]:
 
 def _weights(run: RunView, members: list[RankView], wrapper: int, differs: str) -> Finding | None:
     loads = {view.rank: [one for one in view.named("load") if one["wrapper"] == wrapper] for view in members}
-    rank, without = _who_loaded(loads)
-    if not without:
+    found = _who_loaded(run, loads)
+    if found is None:
         return None
-    event = loads[rank][-1]
-    where = run.by_rank[rank].site(event["site"])
+    who, event = found
+    rank, _, where = who
     return _finding(
         run,
-        (rank, without, where),
+        who,
         "checkpoint",
         cause=f"load_state_dict at {short(where)} ran on rank {rank} after the model was wrapped; the others kept their weights, and averaging gradients does not bring them together.",
         fix=f"run {short(where)} on every rank, or load before the model is wrapped",
@@ -57,14 +57,14 @@ def _weights(run: RunView, members: list[RankView], wrapper: int, differs: str) 
 def _optimizer_state(run: RunView, members: list[RankView], differs: str) -> Finding | None:
     """The same of an optimizer: equal gradients with different moments and step counts give different updates."""
     loads = {view.rank: view.named("optimizer-load") for view in members}
-    rank, without = _who_loaded(loads)
-    if not without:
+    found = _who_loaded(run, loads)
+    if found is None:
         return None
-    event = loads[rank][-1]
-    where = run.by_rank[rank].site(event["site"])
+    who, event = found
+    rank, _, where = who
     return _finding(
         run,
-        (rank, without, where),
+        who,
         "optimizer state",
         cause=f"load_state_dict of the optimizer at {short(where)} ran on rank {rank} alone: from equal gradients the ranks make different updates, "
         "and their parameters part.",
@@ -73,23 +73,30 @@ def _optimizer_state(run: RunView, members: list[RankView], differs: str) -> Fin
     )
 
 
-def _who_loaded(loads: dict[int, list[Event]]) -> tuple[int, tuple[int, ...]]:
-    """The first rank that loaded most often, and those that did so less."""
+Who = tuple[int, tuple[int, ...], CallSite | None]  # the rank that loaded, those that did not, and where
+
+
+def _who_loaded(run: RunView, loads: dict[int, list[Event]]) -> tuple[Who, Event] | None:
+    """The first rank that loaded most often, those that did so less, and its newest load; None where all are alike."""
     most = max((len(rows) for rows in loads.values()), default=0)
     without = tuple(rank for rank, rows in loads.items() if len(rows) < most)
-    return next((rank for rank, rows in loads.items() if len(rows) == most), 0), without
+    if not without:
+        return None
+    rank = next(rank for rank, rows in loads.items() if len(rows) == most)
+    event = loads[rank][-1]
+    return (rank, without, run.by_rank[rank].site(event["site"])), event
 
 
 def _finding(
     run: RunView,
-    who: tuple[int, tuple[int, ...], CallSite | None],
+    who: Who,
     what: str,
     *,
     cause: str,
     fix: str,
     facts: tuple[str, str],
 ) -> Finding:
-    """who: the rank that loaded, those that did not, and where; facts: of the first, and of the ranks together."""
+    """facts: of the rank that loaded, and of the ranks together."""
     rank, without, where = who
     return Finding(
         id="numbers/loaded-on-some-ranks",
